@@ -1,0 +1,1 @@
+"""Run configurations: each file's get_config() returns the default config with its own changes."""

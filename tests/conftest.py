@@ -1,0 +1,40 @@
+"""Settings of the whole suite: eight CPU devices, no implicit rank promotion, a compile cache kept between runs, and the paths of outside files.
+
+The environment is set before jax is imported for the first time, which is why the imports stand below it.
+"""
+
+import os
+import pathlib
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+
+import jax
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax-tests"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+
+@pytest.fixture(scope="session")
+def shared() -> pathlib.Path:
+    """The folder of golden checkpoints and data beside the checkout."""
+    path = ROOT.parent / "shared"
+    if not path.is_dir():
+        pytest.skip("needs the folder of golden files beside the checkout")
+    return path
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> pathlib.Path:
+    """The GGUF file of SmolLM2-135M-Instruct that launch/test.sh fetches."""
+    path = os.environ.get("SMOLLM2_GGUF", "")
+    if not path:
+        pytest.skip("needs SMOLLM2_GGUF=FILE, which launch/test.sh sets")
+    if not pathlib.Path(path).is_file():
+        pytest.fail(f"SMOLLM2_GGUF={path}: there is no such file")
+    return pathlib.Path(path)

@@ -1,0 +1,1 @@
+"""Sampling and decode rounds: device-pure."""

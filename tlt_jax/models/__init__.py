@@ -1,0 +1,1 @@
+"""Decoder definitions: device-pure functions and NNX modules."""

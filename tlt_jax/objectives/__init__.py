@@ -1,0 +1,1 @@
+"""Advantages, losses and policy updates: device-pure."""

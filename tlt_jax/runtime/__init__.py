@@ -1,0 +1,1 @@
+"""The border: compiled programs, drivers and the event loop."""

@@ -1,0 +1,193 @@
+"""One slice's rollout: slots, admission, dispatches queued one ahead, refill and shrink.
+
+`step` never blocks: it reads what is ready, then dispatches. Nothing here decides between slices; the event loop hands
+out requests and says how many rows this slice may hold.
+"""
+
+import collections
+import dataclasses
+
+import numpy as np
+
+from tlt_jax.decoding.rollout import Admission
+from tlt_jax.records import SamplingParams
+from tlt_jax.runtime.programs import SlicePrograms
+from tlt_jax.scheduling import batching
+from tlt_jax.sharding import movement
+from tlt_jax.sharding.rules import replicated
+from tlt_jax.strategies import FINISH_REASONS, FINISH_RUNNING, Completion, Request
+
+IN_FLIGHT = 2  # dispatches queued: the next one starts before the last one's flags are read
+ROW_BUCKETS = (2, 4, 16, 64, 256, 1024)  # at least two rows: one-row products round and run differently
+CACHE_BUCKETS = (128, 512, 2048, 8192, 32768, 131072)
+SMALLEST_PREFILL = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutSettings:
+    """What a driver needs to know about a rollout phase."""
+
+    slots: int
+    rounds_per_dispatch: int
+    prefill_tokens: int
+    prefill_exponent: float
+
+
+@dataclasses.dataclass
+class Row:
+    """A request in a slot, with what it has emitted so far."""
+
+    request: Request
+    tokens: list = dataclasses.field(default_factory=list)
+    logprobs: list = dataclasses.field(default_factory=list)
+    sampling_logprobs: list = dataclasses.field(default_factory=list)
+    forwards: int = 0
+    done: bool = False
+
+
+@dataclasses.dataclass
+class InFlight:
+    """A dispatch whose results have not been read: arrays, and the row that each result row belongs to."""
+
+    tokens: object  # [A] or [B, R]
+    logprobs: object
+    sampling_logprobs: object
+    finish: object
+    count: object | None  # None: one token a row (an admission)
+    rows: list
+
+
+def row_bucket(rows: int, slots: int) -> int:
+    """Smallest allowed number of rows ≥ `rows`; `slots` itself (at least 2) is the largest."""
+    return batching.length_bucket(max(rows, 2), [b for b in ROW_BUCKETS if b < slots] + [max(slots, 2)])
+
+
+class RolloutDriver:
+    """Host side of one slice during a rollout phase."""
+
+    def __init__(self, programs: SlicePrograms, settings: RolloutSettings):
+        self.programs, self.settings = programs, settings
+        self.state = None
+        self.rows: list[Row | None] = []
+        self.in_flight: collections.deque[InFlight] = collections.deque()
+        self.rounds = 0
+
+    def start(self, params, version: int, sampling: SamplingParams, stop_ids: tuple[int, ...], length: int) -> None:
+        """Begin a phase with published parameters; `length` bounds prompt plus response of every request to come."""
+        whole = replicated(self.programs.mesh)
+        self.params, self.version = params, version
+        self.length = batching.length_bucket(length, CACHE_BUCKETS)
+        stops = np.full((max(8, len(stop_ids)),), -1, np.int32)
+        stops[: len(stop_ids)] = stop_ids
+        self.sampling = movement.to_device(sampling, SamplingParams(whole, whole, whole, whole, whole))
+        self.stop_ids = movement.to_device(stops, whole)
+        self.state, self.rows = None, []
+
+    def release(self) -> None:
+        """Free rollout memory: cache and the view of the parameters."""
+        self.state = self.params = None
+        self.rows = []
+
+    @property
+    def active(self) -> int:
+        """Rows that are believed to decode (what is in flight may have ended some)."""
+        return sum(row is not None for row in self.rows)
+
+    def step(self, queue: collections.deque, allowance: int) -> list[Completion]:
+        """One turn: read what is ready, admit up to `allowance` rows in all, keep dispatches queued. Returns finished requests."""
+        finished = []
+        while self.in_flight and self.in_flight[0].finish.is_ready():
+            finished += self._absorb(self.in_flight.popleft())
+        room = min(self.settings.slots, allowance) - self.active
+        if queue and room > 0 and (self.active == 0 or room >= min(len(queue), max(1, self.settings.slots // 8))):
+            self._admit([queue.popleft() for _ in range(min(room, len(queue)))])
+        elif not queue:
+            self._shrink()
+        while self.active and len(self.in_flight) < IN_FLIGHT:
+            self._advance()
+        return finished
+
+    def _absorb(self, flight: InFlight) -> list[Completion]:
+        tokens, logprobs, sampling_logprobs, finish = movement.to_host((flight.tokens, flight.logprobs, flight.sampling_logprobs, flight.finish))
+        counts = np.ones(len(finish), np.int32) if flight.count is None else movement.to_host(flight.count)
+        finished = []
+        for index, row in enumerate(flight.rows):
+            if row is None or row.done:
+                continue
+            count = int(counts[index])
+            row.tokens += np.atleast_1d(tokens[index])[:count].tolist()
+            row.logprobs += np.atleast_1d(logprobs[index])[:count].tolist()
+            row.sampling_logprobs += np.atleast_1d(sampling_logprobs[index])[:count].tolist()
+            row.forwards += count
+            if finish[index] != FINISH_RUNNING:
+                row.done = True
+                self.rows = [None if held is row else held for held in self.rows]
+                finished.append(self._completion(row, int(finish[index])))
+        return finished
+
+    def _completion(self, row: Row, code: int) -> Completion:
+        return Completion(
+            request=row.request, token_ids=tuple(row.tokens), logprobs=tuple(row.logprobs), sampling_logprobs=tuple(row.sampling_logprobs),
+            finish_reason=FINISH_REASONS[code], policy_version=self.version, forwards=row.forwards)
+
+    def _admit(self, requests: list[Request]) -> None:
+        self._make_room(self.active + len(requests))
+        by_prompt = collections.defaultdict(list)
+        for request in requests:
+            by_prompt[request.prompt_ids].append(request)
+        prompts = list(by_prompt)
+        batches = batching.prefill_batches([len(prompt) for prompt in prompts], self.settings.prefill_tokens, self.settings.prefill_exponent)
+        for batch in batches:
+            self._admit_batch([(prompts[index], by_prompt[prompts[index]]) for index in batch])
+
+    def _admit_batch(self, groups: list[tuple[tuple[int, ...], list[Request]]]) -> None:
+        capacity = len(self.rows)
+        longest = max(len(prompt) for prompt, _ in groups)
+        length = min(batching.power_bucket(longest, SMALLEST_PREFILL), self.length)
+        count = row_bucket(len(groups), max(capacity, len(groups)))
+        tokens, lengths = np.zeros((count, length), np.int32), np.ones((count,), np.int32)
+        slots, source = np.full((capacity,), capacity, np.int32), np.zeros((capacity,), np.int32)
+        keys, remaining = np.zeros((capacity, 2), np.uint32), np.ones((capacity,), np.int32)
+        free = [slot for slot, row in enumerate(self.rows) if row is None]
+        entries: list[Row | None] = [None] * capacity
+        entry = 0
+        for index, (prompt, requests) in enumerate(groups):
+            tokens[index, : len(prompt)], lengths[index] = prompt, len(prompt)
+            for request in requests:
+                slots[entry], source[entry] = free[entry], index
+                keys[entry], remaining[entry] = request.noise_words(), request.max_new_tokens
+                self.rows[free[entry]] = entries[entry] = Row(request)
+                entry += 1
+        admission = Admission(tokens, lengths, slots, source, keys, remaining)
+        whole = replicated(self.programs.mesh)
+        admission = movement.to_device(admission, Admission(*(whole for _ in admission)))
+        self.state, sampled, finish = self.programs.admit(self.params, self.state, admission, self.sampling, self.stop_ids)
+        self.in_flight.append(InFlight(sampled.token_B, sampled.logprob_B, sampled.sampling_logprob_B, finish, None, entries))
+
+    def _make_room(self, needed: int) -> None:
+        bucket = row_bucket(needed, self.settings.slots)
+        if self.state is None:
+            self.state = self.programs.init_state(bucket, self.length)
+            self.rows = [None] * bucket
+        elif bucket > len(self.rows):
+            self._resize(list(range(len(self.rows))), bucket)
+
+    def _shrink(self) -> None:
+        if self.state is None or not self.active:
+            return
+        bucket = row_bucket(self.active, self.settings.slots)
+        if bucket < len(self.rows):
+            self._resize([slot for slot, row in enumerate(self.rows) if row is not None], bucket)
+
+    def _resize(self, kept: list[int], bucket: int) -> None:
+        index, keep = np.zeros((bucket,), np.int32), np.zeros((bucket,), bool)
+        index[: len(kept)], keep[: len(kept)] = kept, True
+        whole = replicated(self.programs.mesh)
+        index_B, keep_B = movement.to_device((index, keep), (whole, whole))
+        self.state = self.programs.gather(self.state, index_B, keep_B)
+        self.rows = [self.rows[slot] for slot in kept] + [None] * (bucket - len(kept))
+
+    def _advance(self) -> None:
+        self.state, emitted = self.programs.advance(self.params, self.state, self.sampling, self.stop_ids, rounds=self.settings.rounds_per_dispatch)
+        self.in_flight.append(
+            InFlight(emitted.tokens_BR, emitted.logprobs_BR, emitted.sampling_logprobs_BR, emitted.finish_B, emitted.count_B, list(self.rows)))

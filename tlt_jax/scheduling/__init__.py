@@ -1,0 +1,1 @@
+"""Pure decisions about slices, batches and strategies: host-pure."""

@@ -1,0 +1,1 @@
+"""Meshes, partition rules and movement of arrays."""

@@ -1,0 +1,154 @@
+"""Generated arithmetic with a worked solution, for the quickstart: `4*3-7+5=?` -> `4*3=12`, `12-7=5`, `5+5=10`, `#### 10`, a line each.
+
+A problem is a chain of 1 to `max_steps` operations on one-digit numbers; every value on the way is 0 to 99. Multiplication comes first if at all,
+so that working from the left is also the rule of school. The number of steps has a power-law tail, and with it the length of a right response.
+
+A problem depends on (seed, split, index) only. A text belongs to one split for every seed (by its hash), so held-out problems are
+in no training set, whatever its seed or size; their indices start at HELD_OUT_FIRST.
+"""
+
+import bisect
+import dataclasses
+import functools
+import hashlib
+import itertools
+import random
+import re
+from collections.abc import Callable
+from typing import Literal
+
+from tlt_jax.tasks.columns import Columns
+from tlt_jax.tasks.prompts import Prompt, PromptSettings, render_prompts
+from tlt_jax.tasks.text_files import DataError, Row
+from tlt_jax.tasks.tokenizer import Tokenizer
+
+ALPHABET = "0123456789+-*=?#\n "
+LARGEST = 99
+HELD_OUT_FIRST = 1_000_000_000
+_HELD_OUT_SHARE = 10  # one text in ten is held out
+_MULTIPLIERS = (2, 3)
+_QUESTION = re.compile(r"(\d+)((?:[-+*]\d+)+)=\?")
+_OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
+
+
+@dataclasses.dataclass(frozen=True)
+class ArithmeticSettings:
+    """`n` steps are drawn with weight `n ** -tail_exponent`: smaller = longer tail. Operands are 1 to `operand_max`."""
+
+    max_steps: int = 6
+    tail_exponent: float = 1.5
+    operand_max: int = 9
+    multiply_share: float = 0.2  # share of the problems that start with a multiplication
+
+    def __post_init__(self):
+        if self.max_steps < 1 or not 1 <= self.operand_max <= 9 or self.tail_exponent < 0 or not 0 <= self.multiply_share <= 1:
+            raise ValueError(f"{self}: max_steps >= 1, operand_max 1 to 9, tail_exponent >= 0 and multiply_share 0 to 1 are expected")
+
+
+def problem(settings: ArithmeticSettings, seed: int, index: int) -> str:
+    """The question with this index; indices from HELD_OUT_FIRST on are held-out ones."""
+    draw = random.Random(f"{seed} {index}").random  # the one generator whose numbers Python promises to keep
+    held_out = index >= HELD_OUT_FIRST
+    while True:
+        text = _chain(settings, draw)
+        if is_held_out(text) == held_out:
+            return text
+
+
+def is_held_out(question: str) -> bool:
+    """Which split a question's text belongs to, for every seed."""
+    return hashlib.blake2b(question.encode(), digest_size=4).digest()[0] % _HELD_OUT_SHARE == 0
+
+
+def _chain(settings: ArithmeticSettings, draw: Callable[[], float]) -> str:
+    """A question from numbers in [0, 1), drawn one after the other."""
+    steps = 1 + bisect.bisect(_step_shares(settings), draw())
+    value = 1 + int(draw() * settings.operand_max)
+    text = str(value)
+    for step in range(steps):
+        if step == 0 and draw() < settings.multiply_share:
+            sign, operand = "*", _MULTIPLIERS[int(draw() * len(_MULTIPLIERS))]
+        else:
+            operand = 1 + int(draw() * settings.operand_max)
+            sign = "+-"[int(draw() * 2)]
+            sign = "+" if value < operand else "-" if value + operand > LARGEST else sign
+        value = _OPERATIONS[sign](value, operand)
+        text += f"{sign}{operand}"
+    return f"{text}=?"
+
+
+@functools.lru_cache(maxsize=8)
+def _step_shares(settings: ArithmeticSettings) -> tuple[float, ...]:
+    """Share of the problems with at most 1, 2, … max_steps − 1 steps."""
+    weights = [steps**-settings.tail_exponent for steps in range(1, settings.max_steps + 1)]
+    return tuple(share / sum(weights) for share in itertools.accumulate(weights[:-1]))
+
+
+def solve(question: str) -> str:
+    """The worked solution, one operation a line and `#### answer` at the end. Raises DataError when the text is no such question."""
+    matched = _QUESTION.fullmatch(question)
+    if matched is None:
+        raise DataError(f"{question!r} is not a question of the arithmetic task")
+    value, lines = int(matched[1]), []
+    for sign, operand in re.findall(r"([-+*])(\d+)", matched[2]):
+        after = _OPERATIONS[sign](value, int(operand))
+        lines.append(f"{value}{sign}{operand}={after}")
+        value = after
+    return "\n".join([*lines, f"#### {value}"])
+
+
+def worked_solution(prompt: Prompt) -> str:
+    """The worked solution of a prompt of this task."""
+    return solve(prompt.columns["question"])
+
+
+def score(prompt: str, response: str, answer: str, metadata: dict) -> float:
+    """1.0 when the last line of the response is exactly `#### answer`, else 0.0. The lines above it are not judged."""
+    lines = response.rstrip("\n").split("\n")
+    return float(lines[-1] == f"#### {answer}")
+
+
+@dataclasses.dataclass(frozen=True)
+class ArithmeticTask:
+    """`size` problems of one split, rendered for `tokenizer`. `difficulty` of a prompt is its number of steps."""
+
+    tokenizer: Tokenizer
+    size: int
+    seed: int = 0
+    split: Literal["train", "held_out"] = "train"
+    settings: ArithmeticSettings = ArithmeticSettings()
+    prompt_settings: PromptSettings = PromptSettings()
+    name: str = "arithmetic"
+    reward_kind: str = "task"
+
+    def __post_init__(self):
+        if self.split not in ("train", "held_out") or not 0 < self.size <= HELD_OUT_FIRST:
+            raise ValueError(f"split={self.split!r}, size={self.size}: split is train or held_out and size 1 to {HELD_OUT_FIRST}")
+
+    @property
+    def scorer(self):
+        """`score`: exact, and picklable by name."""
+        return score
+
+    @functools.cached_property
+    def _prompts(self) -> tuple[Prompt, ...]:
+        first = HELD_OUT_FIRST if self.split == "held_out" else 0
+        rows = [_row(self.settings, self.seed, index) for index in range(first, first + self.size)]
+        columns = Columns(prompt="question", answer="answer", source="data_source", id="id", difficulty="steps")
+        return tuple(render_prompts(rows, columns, self.tokenizer, self.prompt_settings)[0])
+
+    def prompts(self) -> tuple[Prompt, ...]:
+        """All problems of the split; `columns` of a prompt hold question, worked `solution`, answer, steps."""
+        return self._prompts
+
+    def worked_solution(self, prompt: Prompt) -> str:
+        """See `worked_solution` of the module."""
+        return worked_solution(prompt)
+
+
+def _row(settings: ArithmeticSettings, seed: int, index: int) -> Row:
+    question = problem(settings, seed, index)
+    solution = solve(question)
+    columns = {"data_source": "arithmetic", "id": f"{seed}-{index}", "question": question, "solution": solution}
+    columns |= {"answer": solution.rsplit("#### ", 1)[1], "steps": solution.count("\n")}
+    return Row(index, columns, "arithmetic", index)

@@ -1,0 +1,31 @@
+"""The main job: runs the stages that the config lists.
+
+python -m tlt_jax.train --config=configs/quickstart.py --workdir=runs/quickstart
+"""
+
+import sys
+
+from absl import logging
+
+from tlt_jax.training.command_line import load_config
+
+
+def main(argv: list[str]) -> int:
+    """Parse, check, train; the exit code (0 done, 2 bad input, 143 or 130 stopped on request after saving)."""
+    config, args = load_config(argv, command="train", description="Train a reasoning model: supervised warm-up and reinforcement learning.")
+    from tlt_jax.training import stages  # after the config is known to be good: importing jax takes seconds
+
+    logging.set_verbosity(logging.WARNING)
+    try:
+        stages.run(config, args.workdir)
+    except stages.Preempted as stop:
+        print(stop)
+        return stop.exit_code
+    except (FileNotFoundError, ValueError) as error:
+        print(f"python -m tlt_jax.train: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Settings, building and the training stages."""

@@ -1,0 +1,182 @@
+"""From a config to the parts of a run: model, tokenizer, task, meshes, slices, reward pool. Config words become values here and nowhere else.
+
+Everything that can be wrong with files is found before a device is touched.
+"""
+
+import dataclasses
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+
+from tlt_jax.checkpoints.model_source import ModelSource
+from tlt_jax.checkpoints.pretrained import check_tensors, load_policy, read_source
+from tlt_jax.models import decoder
+from tlt_jax.models.specs import PolicySpec, RopeSpec
+from tlt_jax.objectives.losses import LossSettings
+from tlt_jax.objectives.policy_update import Pass
+from tlt_jax.optimizers import OptimizerSettings
+from tlt_jax.rewards.items import PoolSettings, Scorer
+from tlt_jax.runtime.programs import SlicePrograms, init_program
+from tlt_jax.runtime.rollout_driver import RolloutDriver, RolloutSettings
+from tlt_jax.sharding.meshes import Meshes, build_meshes
+from tlt_jax.tasks.arithmetic import ArithmeticSettings, ArithmeticTask
+from tlt_jax.tasks.character_tokenizer import character_tokenizer
+from tlt_jax.tasks.file_task import FileTask
+from tlt_jax.tasks.gsm8k import gsm8k_task
+from tlt_jax.tasks.prompts import PromptSettings, Task
+from tlt_jax.tasks.reasoning_gym_tasks import ReasoningGymTask
+from tlt_jax.tasks.tokenizer import Tokenizer, load_tokenizer
+from tlt_jax.training.scoring import TaskScorer
+from tlt_jax.training.settings_rules import resolve_mesh, resolve_slices
+
+CACHE_BLOCK = {"cpu": 64}  # slots read at a time by cached attention; elsewhere loops are dear and blocks larger
+OTHER_CACHE_BLOCK = 512
+HELD_OUT_SEED_OFFSET = 1  # generated held-out rows of reasoning_gym use seed + 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """What a run knows of its model before any tensor is read; `source` is None for a model made from scratch."""
+
+    spec: PolicySpec
+    source: ModelSource | None
+    tokenizer: Tokenizer
+    stop_ids: tuple[int, ...]
+
+
+def resolve_dtype(config: ConfigDict, name: str) -> str:
+    """float32 or bfloat16 for `precision.<name>`; auto is float32 on CPU (its bfloat16 products are slow) and bfloat16 elsewhere."""
+    word = config.precision[name]
+    word = config.model.dtype if word == "auto" else word
+    return ("float32" if jax.default_backend() == "cpu" else "bfloat16") if word == "auto" else word
+
+
+def open_model(config: ConfigDict, workdir: str) -> Model:
+    """Spec, tokenizer and stop ids; checks every tensor's name, shape and file length without reading one."""
+    if config.model.path == "scratch":
+        tokenizer = character_tokenizer(config.model.scratch.alphabet, str(pathlib.Path(workdir) / "tokenizer"))
+        return Model(_scratch_spec(config, tokenizer.size), None, tokenizer, tokenizer.stop_ids)
+    spec, source = check_tensors(config.model.path), read_source(config.model.path)
+    if source.tokenizer_dir is None:
+        raise ValueError(f"{source.path} has no tokenizer files; copy the model's tokenizer.json and tokenizer_config.json beside its weights")
+    tokenizer = load_tokenizer(source.tokenizer_dir, chat_template=config.model.chat_template or None, embedding_rows=spec.vocab_size)
+    return Model(spec, source, tokenizer, tuple(sorted({*source.stop_ids, *tokenizer.stop_ids})))
+
+
+def _scratch_spec(config: ConfigDict, vocabulary: int) -> PolicySpec:
+    scratch = config.model.scratch
+    return PolicySpec(
+        family="llama", vocab_size=vocabulary, hidden_size=scratch.hidden_size, intermediate_size=scratch.mlp, num_layers=scratch.layers,
+        num_heads=scratch.heads, num_kv_heads=scratch.kv_heads, head_dim=scratch.head_dim, rope=RopeSpec(kind="default", theta=10000.0), rms_norm_eps=1e-5,
+        max_position_embeddings=config.data.max_prompt_tokens + config.rollout.max_new_tokens, tied=True, qkv_bias=False, output_bias=False, mlp_bias=False,
+        qk_norm=False, windows=(None,) * scratch.layers)
+
+
+def make_meshes(config: ConfigDict) -> Meshes:
+    """Train mesh and slices over all devices."""
+    devices = len(jax.devices())
+    shape = resolve_mesh(config.mesh.train.to_dict(), devices)
+    slices = resolve_slices(config.mesh.rollout_slices, config.mesh.rollout_tensor, devices)
+    return build_meshes((shape["data"], shape["fsdp"], shape["tensor"]), slices, config.mesh.rollout_tensor)
+
+
+def make_params(config: ConfigDict, model: Model, meshes: Meshes) -> dict:
+    """Initial policy parameters on the train mesh."""
+    dtype = config.precision.params
+    if model.source is not None:
+        return load_policy(config.model.path, dtype=dtype, mesh=meshes.train).params
+    return new_params(model.spec, config.seed, dtype, meshes)
+
+
+def new_params(spec: PolicySpec, seed: int, dtype: str, meshes: Meshes) -> dict:
+    """Fresh parameters on the train mesh, the same for every mesh."""
+
+    def make():
+        return jax.tree.map(lambda leaf: leaf.astype(dtype), decoder.init_params(spec, jax.random.key(seed)))
+
+    return init_program(meshes.train, make, decoder.abstract_params(spec, dtype))()
+
+
+def make_tasks(config: ConfigDict, tokenizer: Tokenizer) -> tuple[Task, Task | None]:
+    """The training task and the held-out one (None without held-out rows); reading and checking happens in `prompts()`."""
+    data = config.data
+    settings = PromptSettings(
+        max_prompt_tokens=data.max_prompt_tokens, over_long=data.over_long, system_prompt=data.system_prompt or None, instruction=data.instruction)
+    columns = {name: value for name, value in data.columns.to_dict().items() if value}
+
+    def arithmetic(size: int, split: str):
+        problems = ArithmeticSettings(max_steps=data.arithmetic.max_steps, tail_exponent=data.arithmetic.tail_exponent)
+        return ArithmeticTask(tokenizer, size, config.seed, split, problems, settings)
+
+    def reasoning_gym(seed: int):
+        gym = data.reasoning_gym
+        return ReasoningGymTask(gym.name, tokenizer, gym.size, seed, json.loads(gym.kwargs), settings)
+
+    def from_file(path: str):
+        if data.task == "gsm8k":
+            return gsm8k_task(path, tokenizer, settings, columns)
+        return FileTask(path, tokenizer, settings, columns, reward_kind=config.reward.kind)
+
+    if data.task == "arithmetic":
+        held_out = arithmetic(data.arithmetic.eval_size, "held_out") if data.arithmetic.eval_size else None
+        return arithmetic(data.arithmetic.train_size, "train"), held_out
+    if data.task == "reasoning_gym":
+        return reasoning_gym(config.seed), reasoning_gym(config.seed + HELD_OUT_SEED_OFFSET)
+    return from_file(data.path), from_file(data.eval_path) if data.eval_path else None
+
+
+def make_scorer(config: ConfigDict, task: Task) -> Scorer:
+    """How responses are scored, as a picklable value for the reward workers."""
+    kind = task.reward_kind if config.reward.kind == "task" else config.reward.kind
+    if kind == "task":
+        return Scorer("callable", {"function": TaskScorer(task.scorer)})
+    if kind == "user":
+        return Scorer("user", {"path": config.reward.path, "function": config.reward.function})
+    return Scorer(kind)
+
+
+def pool_settings(config: ConfigDict) -> PoolSettings:
+    """Workers, time limit and what an error does."""
+    return PoolSettings(workers=config.reward.workers, time_limit=config.reward.timeout_seconds, on_error=config.reward.on_error)
+
+
+def make_drivers(config: ConfigDict, spec: PolicySpec, meshes: Meshes) -> list[RolloutDriver]:
+    """One driver for each slice of this process."""
+    rollout = config.rollout
+    settings = RolloutSettings(
+        slots=rollout.slots, rounds_per_dispatch=rollout.rounds_per_dispatch, prefill_tokens=rollout.prefill_tokens, prefill_exponent=rollout.prefill_exponent)
+    block = CACHE_BLOCK.get(jax.default_backend(), OTHER_CACHE_BLOCK)
+    dtype = resolve_dtype(config, "rollout")
+    return [RolloutDriver(SlicePrograms(spec, mesh, dtype, block=block), settings) for mesh in meshes.slices]
+
+
+def training_pass(config: ConfigDict, spec: PolicySpec) -> Pass:
+    """How training forwards run: the sampling temperature is part of every log-probability."""
+    return Pass(spec, temperature=config.rollout.temperature, compute_dtype=resolve_dtype(config, "compute"), remat=config.precision.remat)
+
+
+def loss_settings(config: ConfigDict) -> LossSettings:
+    """The losses' view of the config; 0 means off there."""
+    algorithm = config.algorithm
+    in_loss = algorithm.beta > 0 and algorithm.kl_placement == "loss"
+    return LossSettings(
+        epsilon=algorithm.epsilon, epsilon_high=algorithm.epsilon_high, dual_clip=algorithm.dual_clip or None, loss_agg_mode=algorithm.loss_agg_mode,
+        max_length=config.rollout.max_new_tokens, entropy_coef=algorithm.entropy_coef, beta=algorithm.beta if in_loss else 0.0,
+        kl_kind=algorithm.kl_kind if in_loss else "k3", importance_sampling_cap=algorithm.importance_sampling_cap or None,
+        value_clip=algorithm.value_clip or None, value_coef=algorithm.value_coef if algorithm.critic == "shared" else 1.0)
+
+
+def optimizer_settings(config: ConfigDict, lr: float, total: int) -> OptimizerSettings:
+    """AdamW settings for `total` updates at peak `lr`."""
+    optimizer = config.optimizer
+    return OptimizerSettings(
+        lr=lr, schedule=optimizer.schedule, warmup=int(optimizer.warmup_ratio * total), total=total, weight_decay=optimizer.weight_decay, b1=optimizer.b1,
+        b2=optimizer.b2, grad_clip=optimizer.grad_clip)
+
+
+def zero_value_head(spec: PolicySpec) -> dict:
+    """A value head that starts at 0: first values are 0 and not noise."""
+    return {"kernel": jnp.zeros((spec.hidden_size, 1), jnp.float32)}

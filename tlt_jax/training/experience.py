@@ -1,0 +1,111 @@
+"""Finished sequences as packed micro-batches, and results of scoring passes back to sequences. numpy only.
+
+Sequences keep the order they are given in (prompt, sample), so what is trained never depends on which row finished first.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from tlt_jax.records import PackedBatch
+from tlt_jax.scheduling import batching
+
+
+@dataclasses.dataclass
+class Trajectory:
+    """One sequence: prompt plus response ids, and per-response-token numbers (all of the response's length)."""
+
+    tokens: np.ndarray  # int32
+    prompt_length: int
+    rollout_logprobs: np.ndarray
+    trained: bool = True  # False: not scored; it takes no part in the update
+    advantages: np.ndarray | None = None
+    old_logprobs: np.ndarray | None = None
+    reference_logprobs: np.ndarray | None = None
+    old_values: np.ndarray | None = None
+    returns: np.ndarray | None = None
+
+    @property
+    def response_length(self) -> int:
+        """Response tokens, stop id included."""
+        return len(self.tokens) - self.prompt_length
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """Shape of micro-batches."""
+
+    tokens_per_microbatch: int
+    row_multiple: int  # rows of a micro-batch are a multiple of this (devices that share the batch)
+    row_length: int  # columns; holds the longest sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """Micro-batches and where each trajectory lies: (micro-batch, row, first column)."""
+
+    batches: list[PackedBatch]
+    places: list[tuple[int, int, int]]
+
+
+def row_length(longest: int) -> int:
+    """Columns for sequences of at most `longest` tokens: 64 · 2^k or 96 · 2^k, so that few shapes occur."""
+    return min(batching.power_bucket(longest, 64), batching.power_bucket(longest, 96))
+
+
+def pack(trajectories: list[Trajectory], packing: Packing) -> Packed:
+    """Pack trajectories into micro-batches of one shape."""
+    lengths = [len(trajectory.tokens) for trajectory in trajectories]
+    plan = batching.microbatches(lengths, packing.tokens_per_microbatch, row_length=packing.row_length, row_multiple=packing.row_multiple)
+    responses = max(sum(trajectories[index].response_length for index in row) for rows in plan.microbatches for row in rows)
+    quarter = max(packing.row_length // 4, 1)
+    targets = min(-(-responses // quarter) * quarter, packing.row_length)
+    batches, places = [], [(0, 0, 0)] * len(trajectories)
+    for number, rows in enumerate(plan.microbatches):
+        batch = _empty(len(rows), plan.row_length, targets)
+        for row, members in enumerate(rows):
+            column = used = 0
+            for segment, index in enumerate(members, start=1):
+                places[index] = (number, row, column)
+                used = _write(batch, row, (column, segment, used), trajectories[index])
+                column += lengths[index]
+        batches.append(batch)
+    return Packed(batches, places)
+
+
+def unpack(packed: Packed, results: list[np.ndarray], trajectories: list[Trajectory]) -> list[np.ndarray]:
+    """The response part of per-column results [B, T] for every trajectory."""
+    responses = []
+    for (number, row, column), trajectory in zip(packed.places, trajectories, strict=True):
+        responses.append(results[number][row, column + trajectory.prompt_length : column + len(trajectory.tokens)])
+    return responses
+
+
+def _empty(rows: int, length: int, targets: int) -> PackedBatch:
+    def zeros(dtype):
+        return np.zeros((rows, length), dtype)
+
+    return PackedBatch(
+        tokens_BT=zeros(np.int32), positions_BT=zeros(np.int32), segments_BT=zeros(np.int32), targets_BM=np.full((rows, targets), length, np.int32),
+        mask_BT=zeros(np.float32), advantages_BT=zeros(np.float32), old_logprobs_BT=zeros(np.float32), rollout_logprobs_BT=zeros(np.float32),
+        reference_logprobs_BT=zeros(np.float32), old_values_BT=zeros(np.float32), returns_BT=zeros(np.float32))
+
+
+def _write(batch: PackedBatch, row: int, place: tuple[int, int, int], trajectory: Trajectory) -> int:
+    """Write one trajectory at (column, segment) of a row with `used` targets before it; returns the targets used after it."""
+    column, segment, used = place
+    length, response = len(trajectory.tokens), trajectory.response_length
+    whole = slice(column, column + length)
+    answer = slice(column + trajectory.prompt_length, column + length)
+    batch.tokens_BT[row, whole] = trajectory.tokens
+    batch.positions_BT[row, whole] = np.arange(length)
+    batch.segments_BT[row, whole] = segment
+    batch.targets_BM[row, used : used + response] = np.arange(answer.start, answer.stop)
+    batch.mask_BT[row, answer] = float(trajectory.trained)
+    batch.rollout_logprobs_BT[row, answer] = trajectory.rollout_logprobs
+    for array, values in (
+        (batch.advantages_BT, trajectory.advantages), (batch.old_logprobs_BT, trajectory.old_logprobs),
+        (batch.reference_logprobs_BT, trajectory.reference_logprobs), (batch.old_values_BT, trajectory.old_values), (batch.returns_BT, trajectory.returns)):
+        if values is not None:
+            array[row, answer] = values
+    return used + response

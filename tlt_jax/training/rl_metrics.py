@@ -1,0 +1,77 @@
+"""Numbers of an RL step under the names that people know, from completions, scores and update statistics. Plain Python and numpy."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from tlt_jax.rewards.pool import RewardPool
+from tlt_jax.training.scoring import StepScorer
+
+
+class Stopwatch:
+    """Seconds of the named parts of a step."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+        self._started = time.monotonic()
+
+    @contextlib.contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        """Adds the time of the block to `name`."""
+        started = time.monotonic()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started
+
+    def total(self) -> float:
+        """Seconds since the watch was made."""
+        return time.monotonic() - self._started
+
+
+def of_rollout(scorer: StepScorer, timing: Stopwatch) -> dict[str, float]:
+    """reward/ completions/ timing/ perf/ metrics of a step."""
+    rewards = np.array([np.nan if score.score is None else score.score for score in scorer.scores])
+    scored = rewards[~np.isnan(rewards)]
+    lengths = np.array([len(completion.token_ids) for completion in scorer.completions])
+    cut = np.array([completion.finish_reason == "length" for completion in scorer.completions])
+    prompt_lengths = np.array([len(completion.request.prompt_ids) for completion in scorer.completions])
+    groups = [row[~np.isnan(row)] for row in rewards.reshape(-1, scorer.generations)]
+    groups = [row for row in groups if len(row)]
+    metrics = {
+        "completions/length_mean": lengths.mean(), "completions/length_min": lengths.min(), "completions/length_max": lengths.max(),
+        "completions/truncated_fraction": cut.mean(), "completions/prompt_length_mean": prompt_lengths.mean(),
+        "reward/unscored": int(np.isnan(rewards).sum()), "perf/tokens": int(lengths.sum() + prompt_lengths.sum()),
+        "perf/tokens_per_second": lengths.sum() / max(timing.seconds["rollout"], 1e-9), "timing/step_seconds": timing.total(),
+    } | {f"timing/{name}_seconds": seconds for name, seconds in timing.seconds.items()}
+    if len(scored):
+        metrics |= {
+            "reward/mean": scored.mean(), "reward/std": scored.std(), "reward/max": scored.max(), "reward/min": scored.min(),
+            "reward/accuracy": (scored >= 1.0).mean(), "reward/groups_equal_fraction": np.mean([row.max() == row.min() for row in groups]),
+            "reward/groups_all_right_fraction": np.mean([row.min() >= 1.0 for row in groups]),
+            "reward/groups_all_wrong_fraction": np.mean([row.max() <= 0.0 for row in groups])}
+    names = {name for score in scorer.scores for name in score.components}
+    for name in names:
+        metrics[f"reward/{name}"] = np.mean([score.components[name] for score in scorer.scores if name in score.components])
+    for name, chosen in (("right", rewards >= 1.0), ("wrong", rewards < 1.0)):
+        if chosen.any():
+            metrics[f"completions/length_{name}"] = lengths[chosen].mean()
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def of_updates(stats: list[dict[str, float]]) -> dict[str, float]:
+    """policy/ value/ sampler/ metrics: means over the updates of the step; skipped updates are counted."""
+    names = {name for numbers in stats for name in numbers}
+    means = {name: float(np.mean([numbers[name] for numbers in stats if name in numbers])) for name in names}
+    metrics = {name: value for name, value in means.items() if "/" in name}
+    renamed = {"grad_norm": "policy/grad_norm", "total_loss": "policy/total_loss"}
+    metrics |= {renamed[name]: means[name] for name in renamed if name in means}
+    metrics["policy/skipped_updates"] = float(sum(numbers.get("skipped", 0.0) for numbers in stats))
+    if "sampler/logprob_diff_mean" in metrics:
+        metrics["sampler/logprob_difference_mean"] = metrics.pop("sampler/logprob_diff_mean")
+    return metrics
+
+
+def of_pool(pool: RewardPool) -> dict[str, float]:
+    """Errors and time-outs of the reward since the run started."""
+    return {"reward/errors": pool.counts["errors"] - pool.counts["timeouts"], "reward/timeouts": pool.counts["timeouts"]}

@@ -1,0 +1,284 @@
+"""Declares every config key once, with its default and its meaning, and builds the locked ConfigDict from them.
+
+A declaration is `name: (default, meaning)` or `name: (default, meaning, allowed)`. The type of the default is the type of the key; `allowed` is the choices
+of a text or the (lowest, highest) value of a number. "" and 0 stand for "not set" where the meaning says so.
+Cross-field rules are in settings_rules.py and the command line in command_line.py; nothing here reads a file or knows a device.
+"""
+
+import dataclasses
+from math import inf
+
+from ml_collections import ConfigDict
+
+ALPHABET = "0123456789+-*/=<>()?:;,.#'\n abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+FROM_0, FROM_1, SHARE, BELOW_1 = (0, inf), (1, inf), (0, 1), (0, 0.9999999)
+FLOAT, AUTO_OR_FLOAT = ("float32", "bfloat16"), ("auto", "float32", "bfloat16")
+
+
+class SettingsError(ValueError):
+    """A config that cannot be run; the message holds every problem found, one a line."""
+
+    def __init__(self, problems: list[str]):
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """One declared key: its default value (whose type it keeps), what it means, and the choices or the (lowest, highest) it accepts."""
+
+    default: bool | int | float | str | tuple
+    meaning: str
+    allowed: tuple = ()
+
+
+def default_config() -> ConfigDict:
+    """The complete config with every default, locked: unknown names and other types are refused on assignment."""
+    return ConfigDict(_defaults(_declarations())).lock()
+
+
+def declared_keys() -> dict[str, Key]:
+    """Every key by its dotted name, in the order of declaration."""
+    return dict(_flatten(_declarations(), ""))
+
+
+def read_key(config: ConfigDict, name: str):
+    """The value at a dotted name."""
+    value = config
+    for part in name.split("."):
+        value = value[part]
+    return value
+
+
+def _defaults(declared: dict) -> dict:
+    return {name: _defaults(entry) if isinstance(entry, dict) else entry[0] for name, entry in declared.items()}
+
+
+def _flatten(declared: dict, prefix: str):
+    for name, entry in declared.items():
+        if isinstance(entry, dict):
+            yield from _flatten(entry, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", Key(*entry)
+
+
+def _declarations() -> dict:
+    return {
+        "seed": (0, "seed of everything random: weights, prompt order, sampling noise", (0, 2**32 - 1)),
+        "model": _model(),
+        "data": _data(),
+        "reward": _reward(),
+        "algorithm": _algorithm(),
+        "batch": _batch(),
+        "rollout": _rollout(),
+        "speculative": {"method": ("off", "drafter of speculative rollouts; only off is built", ("off",))},
+        "mesh": _mesh(),
+        "optimizer": _optimizer(),
+        "precision": _precision(),
+        "checkpoint": _checkpoint(),
+        "logging": _logging(),
+        "profiler": _profiler(),
+        "evaluation": _evaluation(),
+        "stages": _stages(),
+    }
+
+
+def _model() -> dict:
+    return {
+        "path": ("scratch", "Hugging Face directory, .gguf file, Orbax workdir or hub id; scratch = a new decoder of model.scratch"),
+        "dtype": ("auto", "meaning of 'auto' in precision.*: auto (float32 on CPU, bfloat16 elsewhere), float32 or bfloat16", AUTO_OR_FLOAT),
+        "chat_template": ("", "Jinja file that replaces the model's chat template; '' = the model's own"),
+        "scratch": {
+            "hidden_size": (128, "width of the residual stream", FROM_1),
+            "layers": (4, "decoder layers", FROM_1),
+            "heads": (4, "query heads", FROM_1),
+            "kv_heads": (2, "key and value heads; divides heads", FROM_1),
+            "head_dim": (32, "channels of one head; even", (2, inf)),
+            "mlp": (384, "hidden width of the MLP", FROM_1),
+            "alphabet": (ALPHABET, "characters of the character tokenizer"),
+        },
+    }
+
+
+def _data() -> dict:
+    return {
+        "task": (
+            "arithmetic",
+            "arithmetic or reasoning_gym (both generated), gsm8k, or prompts (your own file)",
+            ("arithmetic", "gsm8k", "reasoning_gym", "prompts"),
+        ),
+        "path": ("", "JSONL or parquet file, or hub dataset id, for gsm8k and prompts"),
+        "eval_path": ("", "held-out rows in the same form; '' = no held-out rows for file tasks"),
+        "columns": {
+            "prompt": ("", "column of the prompt; '' = found by the known names"),
+            "answer": ("", "column of the reference answer; '' = found by the known names"),
+            "id": ("", "column of a stable row id; '' = id when there is one, else the row number"),
+            "source": ("", "column of the data source name; '' = found by the known names"),
+        },
+        "max_prompt_tokens": (512, "longest prompt, counted in tokens with chat template and generation prompt", FROM_1),
+        "over_long": ("error", "prompts above that: error, drop (counted) or truncate_left", ("error", "drop", "truncate_left")),
+        "system_prompt": ("", "system message put before every prompt; '' = none"),
+        "instruction": ("", "line added after every question, or a text with {question} in it; '' = none"),
+        "shuffle": (True, "new order of the prompts in every epoch, from the seed"),
+        "arithmetic": {
+            "max_steps": (6, "most operations in one problem", FROM_1),
+            "tail_exponent": (1.5, "number of steps n is drawn with weight n ** -tail_exponent: smaller = longer tail", FROM_0),
+            "train_size": (20000, "training problems", FROM_1),
+            "eval_size": (200, "held-out problems, none of them among the training problems", FROM_1),
+        },
+        "reasoning_gym": {
+            "name": ("", "data set name in reasoning-gym"),
+            "size": (1000, "problems to generate", FROM_1),
+            "kwargs": ("{}", "more arguments of that data set, as a JSON object"),
+        },
+    }
+
+
+def _reward() -> dict:
+    return {
+        "kind": ("task", "task (the task's own verdict), math (math-verify), exact (equal text) or user (your function)", ("task", "math", "exact", "user")),
+        "path": ("", "Python file of the user's reward function"),
+        "function": ("score", "name of the function in that file"),
+        "workers": (2, "scoring processes", FROM_1),
+        "timeout_seconds": (10.0, "time limit of one score"),
+        "on_error": ("exclude", "a crash or time-out of the reward: exclude (out of the group, advantage 0), zero or raise", ("exclude", "zero", "raise")),
+    }
+
+
+def _algorithm() -> dict:
+    return {
+        "name": ("grpo", "advantage estimator: grpo (group-relative, no critic) or ppo (GAE with a critic)", ("grpo", "ppo")),
+        "num_generations": (8, "completions of one prompt in a step (G)", FROM_1),
+        "num_iterations": (1, "passes over one step's sequences", FROM_1),
+        "beta": (0.0, "weight of the KL to the reference model; 0 = no reference model is kept", FROM_0),
+        "kl_kind": ("k3", "estimator of that KL: k1 (kl_placement=reward only), k2 or k3", ("k1", "k2", "k3")),
+        "kl_placement": ("loss", "where the KL goes: loss or reward", ("loss", "reward")),
+        "epsilon": (0.2, "the ratio is clipped below 1 - epsilon", SHARE),
+        "epsilon_high": (0.28, "the ratio is clipped above 1 + epsilon_high", FROM_0),
+        "dual_clip": (0.0, "bound c > 1 on the loss of negative advantages (usually 3); 0 = off"),
+        "loss_agg_mode": (
+            "token-mean",
+            "how token losses become one; -norm divides by sequences x max_new_tokens",
+            ("token-mean", "seq-mean-token-mean", "constant"),
+        ),
+        "scale_rewards": (True, "divide group advantages by the group's standard deviation"),
+        "whiten_advantages": (False, "ppo: give the advantages of a step mean 0 and deviation 1"),
+        "gamma": (1.0, "ppo: discount", SHARE),
+        "gae_lambda": (0.95, "ppo: lambda of the policy's advantages", SHARE),
+        "value_lambda": (1.0, "ppo: lambda of the critic's returns", SHARE),
+        "value_clip": (0.2, "ppo: a value moves at most this far from its old one in the loss; 0 = off", FROM_0),
+        "value_coef": (0.5, "ppo: weight of the value loss when the critic shares the policy's trunk", FROM_0),
+        "critic": ("separate", "ppo: separate (own weights, own optimizer) or shared (a value head on the policy)", ("separate", "shared")),
+        "critic_warmup_steps": (0, "ppo: first RL steps that train only the critic", FROM_0),
+        "entropy_coef": (0.0, "weight of the entropy bonus"),
+        "importance_sampling_cap": (0.0, "cap on the trainer / rollout probability ratio of a token (usually 2); 0 = no such weight", FROM_0),
+    }
+
+
+def _batch() -> dict:
+    return {
+        "prompts_per_step": (32, "prompts drawn for one RL step", FROM_1),
+        "sequences_per_minibatch": (0, "sequences of one optimizer update; 0 = the whole step", FROM_0),
+        "tokens_per_microbatch": (8192, "most tokens (prompt + completion, packed) in one forward and backward pass; no result depends on it", FROM_1),
+    }
+
+
+def _rollout() -> dict:
+    return {
+        "temperature": (1.0, "sampling temperature; 0 = argmax", FROM_0),
+        "top_k": (0, "sample among the k best tokens; 0 = off", FROM_0),
+        "top_p": (1.0, "sample among the smallest set with this probability; 1 = off", SHARE),
+        "min_p": (0.0, "sample among tokens with at least this share of the best one's probability; 0 = off", SHARE),
+        "allow_truncation": (False, "let train run with top_k, top_p or min_p on"),
+        "max_new_tokens": (512, "longest completion, stop token included", FROM_1),
+        "num_generations": (1, "completions of one prompt in the generate command (train reads algorithm.num_generations)", FROM_1),
+        "slots": (64, "rows decoded at once on one slice", FROM_1),
+        "rounds_per_dispatch": (16, "decoding rounds in one device call", FROM_1),
+        "unroll": (1, "layers unrolled in one turn of the decoding scan", FROM_1),
+        "prefill_tokens": (8192, "cost budget of one prefill batch: rows x longest ** prefill_exponent, in tokens", FROM_1),
+        "prefill_exponent": (0.7, "exponent of the longest prompt in that cost", FROM_0),
+        "memory_fraction": (0.6, "share of the free device memory that the KV cache may take", (0.01, 1.0)),
+    }
+
+
+def _mesh() -> dict:
+    return {
+        "train": {
+            "data": (1, "train mesh: replicas of the batch; one axis may be -1 = the devices that are left"),
+            "fsdp": (-1, "train mesh: shards of parameters and batch"),
+            "tensor": (1, "train mesh: shards of heads, MLP and vocabulary"),
+        },
+        "rollout_slices": (0, "independent rollout slices; 0 = as many as devices / rollout_tensor", FROM_0),
+        "rollout_tensor": (1, "devices that share the weights of one slice's replica", FROM_1),
+    }
+
+
+def _optimizer() -> dict:
+    return {
+        "lr": (1e-6, "peak learning rate of the policy (AdamW)", FROM_0),
+        "critic_lr": (1e-5, "peak learning rate of a separate critic", FROM_0),
+        "schedule": ("constant", "after the warm-up: constant, linear (to 0) or cosine (to 0)", ("constant", "linear", "cosine")),
+        "warmup_ratio": (0.0, "share of the updates that warm the learning rate up from 0", SHARE),
+        "weight_decay": (0.0, "AdamW weight decay", FROM_0),
+        "b1": (0.9, "AdamW first moment", BELOW_1),
+        "b2": (0.999, "AdamW second moment", BELOW_1),
+        "grad_clip": (1.0, "largest global gradient norm; 0 = off", FROM_0),
+        "max_skips": (5, "updates skipped in a row for non-finite gradients that stop the run", FROM_1),
+    }
+
+
+def _precision() -> dict:
+    return {
+        "params": ("float32", "trained weights and optimizer state: float32 or bfloat16", FLOAT),
+        "compute": ("auto", "activations of the training passes: auto (see model.dtype), float32 or bfloat16", AUTO_OR_FLOAT),
+        "remat": (False, "recompute each layer in the backward pass: far less memory for about a third more time"),
+        "rollout": ("auto", "weights and KV cache of the rollout: auto (see model.dtype), float32 or bfloat16", AUTO_OR_FLOAT),
+    }
+
+
+def _checkpoint() -> dict:
+    return {
+        "every_steps": (20, "RL steps between checkpoints; 0 = only at the end", FROM_0),
+        "keep": (2, "latest checkpoints kept, besides the best", FROM_1),
+        "resume": ("auto", "auto (newest valid step, else start), never, or the number of the step"),
+        "async_save": (True, "write checkpoints while training goes on"),
+    }
+
+
+def _logging() -> dict:
+    return {
+        "every_steps": (1, "steps between console lines; metrics.jsonl gets every step", FROM_1),
+        "samples_per_step": (8, "completions of a step written to samples.jsonl", FROM_0),
+        "tensorboard": (True, "write TensorBoard events"),
+        "wandb": (False, "send metrics to Weights & Biases (needs pip install wandb)"),
+    }
+
+
+def _profiler() -> dict:
+    return {
+        "start_step": (2, "first RL step of the JAX profile", FROM_1),
+        "steps": (0, "RL steps profiled into WORKDIR/profile; 0 = off", FROM_0),
+    }
+
+
+def _evaluation() -> dict:
+    return {
+        "every_steps": (0, "RL steps between evaluations on held-out rows; 0 = only before and at the end", FROM_0),
+        "before": (True, "evaluate before the first step"),
+        "limit": (0, "held-out prompts used; 0 = all", FROM_0),
+        "num_generations": (1, "completions of one prompt (n of pass@k and maj@k)", FROM_1),
+        "temperature": (0.0, "sampling temperature of evaluation", FROM_0),
+        "samples": (8, "completions of an evaluation written to samples.jsonl", FROM_0),
+    }
+
+
+def _stages() -> dict:
+    return {
+        "order": (("rl",), "stages to run, in this order: sft, rl"),
+        "sft": {
+            "steps": (300, "supervised updates on the task's worked answers", FROM_0),
+            "batch": (64, "sequences of one supervised update", FROM_1),
+            "lr": (1e-3, "peak learning rate; 5 % warm-up, cosine decay", FROM_0),
+        },
+        "rl": {"steps": (100, "RL steps in the whole run, resumed ones included", FROM_0)},
+    }

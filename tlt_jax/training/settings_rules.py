@@ -1,0 +1,261 @@
+"""Cross-field rules of the config: what contradicts what, the mesh shape and the batch equation.
+
+Pure Python over a config of settings.py: no jax, no files, no device. Whether a file exists or a model fits is checked where it is opened.
+"""
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Mapping
+
+from ml_collections import ConfigDict
+
+from tlt_jax.training.settings import SettingsError, declared_keys, read_key
+
+# What people bring from other trainers and is not built here: part of a name -> the feature.
+_NOT_BUILT = {
+    "penalty": "repetition, presence and frequency penalties",
+    "stop": "stop strings",
+    "tool": "tools and multi-turn rollouts",
+    "turn": "tools and multi-turn rollouts",
+    "expert": "mixture-of-experts models",
+    "moe": "mixture-of-experts models",
+    "image": "vision inputs",
+    "vision": "vision inputs",
+    "async": "asynchronous RL updates",
+    "staleness": "asynchronous RL updates",
+    "drafter": "drafters and speculative rollouts",
+    "speculative": "drafters and speculative rollouts",
+    "scheduler": "lent idle slices",
+    "curriculum": "curricula",
+    "reward_model": "reward-model stages",
+    "pretrain": "pretrain stages",
+    "lora": "LoRA adapters",
+}
+_STAGES = ("sft", "rl")
+_NOT_BUILT_WORDS = {
+    "algorithm.name": ("dr_grpo", "rloo", "reinforce_plus_plus", "gspo", "dapo"),
+    "reward.kind": ("model", "composite"),
+    "speculative.method": ("eagle", "eagle3", "prompt_lookup", "truncated", "separable_conv", "cascade"),
+    "stages.order": ("pretrain", "reward_model"),
+}
+
+
+def validate(config: ConfigDict, *, command: str = "train") -> None:
+    """Raises SettingsError that lists every problem of the config at once; rules about updates are checked for `train` only."""
+    problems = _name_problems(config) or _type_problems(config)
+    if not problems:
+        problems = _value_problems(config) + _data_problems(config) + _mesh_problems(config)
+        if command == "train":
+            problems += _rollout_problems(config) + _algorithm_problems(config) + _batch_problems(config)
+    if problems:
+        raise SettingsError(problems)
+
+
+def unknown_key(name: str) -> str:
+    """The message for a name that is no config key: what it might have meant, or that the feature is not built."""
+    names = list(declared_keys())
+    inside = [key for key in names if key.startswith(f"{name}.")]
+    if inside:
+        return f"{name} is a group of keys, not a key; it holds {', '.join(inside)}"
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.92)
+    feature = next((feature for word, feature in _NOT_BUILT.items() if re.search(rf"(^|[._]){word}s?($|[._])", name)), None)
+    if feature and not close:
+        return f"{name} is not a config key: {feature} are not built in this version"
+    same_word = [key for key in names if key.rsplit(".", 1)[-1] == name.rsplit(".", 1)[-1]]
+    nearest = close or same_word or difflib.get_close_matches(name, names, n=1, cutoff=0.0)
+    return f"{name} is not a config key; the nearest name is {' or '.join(nearest)}"
+
+
+def resolve_mesh(shape: Mapping[str, int], devices: int) -> dict[str, int]:
+    """The mesh shape with its one -1 replaced so that the product is the device count: {data: -1, fsdp: 2} on 8 devices is {data: 4, fsdp: 2}.
+
+    Raises SettingsError with the shape, its product and the device count.
+    """
+    problems = _axis_problems(shape)
+    if problems:
+        raise SettingsError(problems)
+    fixed = math.prod(size for size in shape.values() if size != -1)
+    text = " x ".join(f"{name}={size}" for name, size in shape.items())
+    if -1 in shape.values() and devices % fixed:
+        raise SettingsError([f"mesh {text}: {devices} devices cannot be divided by {fixed}, the product of the fixed axes; change one of them"])
+    resolved = {name: devices // fixed if size == -1 else size for name, size in shape.items()}
+    product = math.prod(resolved.values())
+    if product != devices:
+        hint = "set one axis to -1 to use all of them" if product < devices else "lower an axis or set one to -1"
+        raise SettingsError([f"mesh {text} is {product} devices, but there are {devices}; {hint}"])
+    return resolved
+
+
+def resolve_slices(slices: int, tensor: int, devices: int) -> int:
+    """The number of rollout slices on `devices`: 0 = as many as devices / tensor. Raises SettingsError when the slices would not be equal."""
+    number = slices or devices // tensor
+    if number == 0 or devices % (number * tensor):
+        problem = f"mesh.rollout_slices={slices} x mesh.rollout_tensor={tensor} must divide the {devices} devices"
+        raise SettingsError([f"{problem}; lower mesh.rollout_tensor or mesh.rollout_slices (0 = as many as fit)"])
+    return number
+
+
+def batch_equation(config: ConfigDict) -> str:
+    """One line that says how prompts become sequences, minibatches and micro-batches of one RL step."""
+    prompts, generations = config.batch.prompts_per_step, config.algorithm.num_generations
+    sequences = prompts * generations
+    size = config.batch.sequences_per_minibatch or sequences
+    minibatches = sequences // size
+    updates = minibatches * config.algorithm.num_iterations
+    return (
+        f"{prompts} prompts × {generations} generations = {sequences} sequences a step; {_count(minibatches, 'minibatch', 'minibatches')} of {size}"
+        f" × {_count(config.algorithm.num_iterations, 'iteration')} = {_count(updates, 'update')} a step; "
+        f"micro-batches of ≤ {config.batch.tokens_per_microbatch:,} tokens"
+    )
+
+
+def _count(number: int, one: str, many: str = "") -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def _found(*checks: tuple[bool, str]) -> list[str]:
+    return [message for wrong, message in checks if wrong]
+
+
+def _name_problems(config) -> list[str]:
+    present = set(_flat_names(config.to_dict(), ""))
+    declared = declared_keys()
+    return [unknown_key(name) for name in sorted(present - set(declared))] + [f"{name} is missing" for name in declared if name not in present]
+
+
+def _flat_names(values: dict, prefix: str):
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat_names(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _type_problems(config) -> list[str]:
+    values = {name: (read_key(config, name), type(key.default)) for name, key in declared_keys().items()}
+    return [f"{name} must be {kind.__name__}, not {value!r}" for name, (value, kind) in values.items() if type(value) is not kind]
+
+
+def _value_problems(config) -> list[str]:
+    problems = []
+    for name, key in declared_keys().items():
+        value = read_key(config, name)
+        if not key.allowed:
+            continue
+        if isinstance(value, str):
+            problems += [_choice_problem(name, value, key.allowed)] if value not in key.allowed else []
+        elif not key.allowed[0] <= value <= key.allowed[1] or math.isinf(value):
+            lowest, highest = key.allowed
+            problems.append(f"{name}={value} must be {f'at least {lowest}' if highest == math.inf else f'between {lowest} and {highest}'}")
+    stages = config.stages.order
+    problems += [_choice_problem("stages.order", stage, _STAGES) for stage in stages if stage not in _STAGES]
+    if not stages or [stage for stage in _STAGES if stage in stages] != [stage for stage in stages if stage in _STAGES]:
+        problems.append(f"stages.order={','.join(stages)} must name at least one of {', '.join(_STAGES)}, each once and in this order")
+    resume = config.checkpoint.resume
+    if resume not in ("auto", "never") and not resume.isdecimal():
+        problems.append(f"checkpoint.resume={resume} must be auto, never or the number of a step")
+    return problems
+
+
+def _choice_problem(name: str, value: str, choices: tuple) -> str:
+    if value in _NOT_BUILT_WORDS.get(name, ()):
+        return f"{name}={value} is not built in this version; built: {', '.join(choices)}"
+    return f"{name}={value} must be one of {', '.join(choices)}"
+
+
+def _data_problems(config) -> list[str]:
+    data, reward, scratch = config.data, config.reward, config.model.scratch
+    from_file = data.task in ("gsm8k", "prompts")
+    problems = _found(
+        (from_file and not data.path, f"data.task={data.task} needs data.path: a JSONL or parquet file, or a hub dataset id"),
+        (not from_file and bool(data.path or data.eval_path), f"data.path and data.eval_path are not read by data.task={data.task}: set data.task=prompts"),
+        (data.task == "reasoning_gym" and not data.reasoning_gym.name, "data.task=reasoning_gym needs data.reasoning_gym.name"),
+        (not _is_json_object(data.reasoning_gym.kwargs), f"data.reasoning_gym.kwargs={data.reasoning_gym.kwargs} must be a JSON object"),
+        (data.task == "prompts" and reward.kind == "task", "data.task=prompts has no verdict of its own: set reward.kind to math, exact or user"),
+        (reward.kind == "user" and not reward.path, "reward.kind=user needs reward.path, the Python file of the function"),
+        (reward.kind != "user" and bool(reward.path), f"reward.path is not read by reward.kind={reward.kind}: set reward.kind=user"),
+        (reward.timeout_seconds <= 0, f"reward.timeout_seconds={reward.timeout_seconds} must be above 0"),
+    )
+    if config.model.path == "scratch":
+        problems += _found(
+            (scratch.heads % scratch.kv_heads != 0, f"model.scratch.kv_heads={scratch.kv_heads} must divide model.scratch.heads={scratch.heads}"),
+            (scratch.head_dim % 2 != 0, f"model.scratch.head_dim={scratch.head_dim} must be even (rotary embedding)"),
+            (len(set(scratch.alphabet)) != len(scratch.alphabet) or not scratch.alphabet, "model.scratch.alphabet must hold characters, each once"),
+        )
+    return problems
+
+
+def _is_json_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except json.JSONDecodeError:
+        return False
+
+
+def _axis_problems(shape: Mapping[str, int]) -> list[str]:
+    text = ", ".join(f"{name}={size}" for name, size in shape.items())
+    return _found(
+        (list(shape.values()).count(-1) > 1, f"mesh {text}: only one axis can be -1"),
+        (any(type(size) is not int or (size < 1 and size != -1) for size in shape.values()), f"mesh {text}: an axis is a whole number of at least 1, or -1"),
+    )
+
+
+def _mesh_problems(config) -> list[str]:
+    return _axis_problems(config.mesh.train.to_dict())
+
+
+def _rollout_problems(config) -> list[str]:
+    rollout = config.rollout
+    truncating = {"top_k": rollout.top_k != 0, "top_p": rollout.top_p != 1.0, "min_p": rollout.min_p != 0.0}
+    names = ", ".join(f"rollout.{name}={rollout[name]}" for name, on in truncating.items() if on)
+    return _found(
+        (
+            bool(names) and not rollout.allow_truncation,
+            f"{names}: truncated sampling draws from another law than the one that is trained; turn it off or set rollout.allow_truncation=True",
+        ),
+        (rollout.top_p == 0.0, "rollout.top_p=0.0 keeps no token; 1 turns it off"),
+        (rollout.temperature == 0.0, "rollout.temperature=0 makes all completions of a prompt equal, so nothing is learned; set it above 0"),
+        (rollout.num_generations != 1, "rollout.num_generations is read by generate only; train reads algorithm.num_generations"),
+    )
+
+
+def _algorithm_problems(config) -> list[str]:
+    algorithm = config.algorithm
+    return _found(
+        (
+            algorithm.name == "grpo" and algorithm.num_generations < 2,
+            "algorithm.num_generations=1 with algorithm.name=grpo: a group of one has no advantage; set at least 2 (8 is usual) or algorithm.name=ppo",
+        ),
+        (
+            algorithm.beta > 0 and algorithm.kl_kind == "k1" and algorithm.kl_placement == "loss",
+            "algorithm.kl_kind=k1 has no gradient in the loss; set algorithm.kl_kind=k3 or algorithm.kl_placement=reward",
+        ),
+        (algorithm.dual_clip != 0 and algorithm.dual_clip <= 1, f"algorithm.dual_clip={algorithm.dual_clip} must be above 1, or 0 for off"),
+        (not math.isfinite(algorithm.entropy_coef), f"algorithm.entropy_coef={algorithm.entropy_coef} must be a finite number"),
+        (algorithm.name == "grpo" and algorithm.critic_warmup_steps > 0, "algorithm.critic_warmup_steps needs algorithm.name=ppo: grpo has no critic"),
+    )
+
+
+def _batch_problems(config) -> list[str]:
+    sequences = config.batch.prompts_per_step * config.algorithm.num_generations
+    size, longest = config.batch.sequences_per_minibatch, config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    return _found(
+        (
+            size > 0 and sequences % size != 0,
+            f"batch.sequences_per_minibatch={size} does not divide {config.batch.prompts_per_step} prompts x {config.algorithm.num_generations} generations = "
+            f"{sequences} sequences; nearest that do: {' and '.join(map(str, _nearest_divisors(sequences, size)))}",
+        ),
+        (
+            config.batch.tokens_per_microbatch < longest,
+            f"batch.tokens_per_microbatch={config.batch.tokens_per_microbatch} cannot hold one sequence: "
+            f"data.max_prompt_tokens + rollout.max_new_tokens = {longest} tokens",
+        ),
+    )
+
+
+def _nearest_divisors(number: int, wanted: int) -> list[int]:
+    divisors = [candidate for candidate in range(1, max(number, 1) + 1) if number >= 1 and number % candidate == 0]
+    below, above = [d for d in divisors if d < wanted], [d for d in divisors if d > wanted]
+    return below[-1:] + above[:1]

@@ -1,0 +1,228 @@
+"""A whole run: opens the parts, restores the newest state, runs the stages in order, saves, evaluates and says what came out.
+
+Everything needed to continue is one tree per checkpoint: networks and optimizers as arrays; stage, step, prompt order and counters as plain values.
+"""
+
+import dataclasses
+import pathlib
+
+import jax
+from ml_collections import ConfigDict
+
+from tlt_jax.checkpoints.run_state import RunStateStore
+from tlt_jax.rewards.pool import RewardPool
+from tlt_jax.runtime.policy_driver import Learner
+from tlt_jax.runtime.programs import compile_counter
+from tlt_jax.tasks.prompts import PromptOrder
+from tlt_jax.training import build, rl, sft
+from tlt_jax.training.evaluation import evaluate
+from tlt_jax.training.preemption import PreemptionSignal
+from tlt_jax.training.reporting import Reporter, ReportSettings, SilentReporter
+from tlt_jax.training.session import Session
+from tlt_jax.training.settings_rules import batch_equation
+
+BEST_METRIC = "reward/heldout_accuracy"
+
+
+class Preempted(Exception):
+    """The run was asked to stop and has saved; `exit_code` is what the process should end with."""
+
+    def __init__(self, exit_code: int):
+        super().__init__(f"stopped on request after saving; run the same command again to continue (exit code {exit_code})")
+        self.exit_code = exit_code
+
+
+@dataclasses.dataclass
+class Run:
+    """The moving parts around the stages."""
+
+    session: Session
+    store: RunStateStore
+    signal: PreemptionSignal
+    resumed: dict | None  # host values of the restored checkpoint
+    offset: int = 0  # steps of the stages before the present one: checkpoints of all stages share one numbering
+    heldout: list = dataclasses.field(default_factory=list)
+
+
+def run(config: ConfigDict, workdir: str) -> None:
+    """Train. Raises Preempted after a requested stop, and what the parts raise."""
+    compile_counter()
+    model = build.open_model(config, workdir)
+    task, held_out = build.make_tasks(config, model.tokenizer)
+    lines = [_describe(one, name) for one, name in ((task, "training"), (held_out, "held-out")) if one is not None]
+    meshes = build.make_meshes(config)
+    store = RunStateStore(
+        pathlib.Path(workdir) / "checkpoints", keep=config.checkpoint.keep, async_save=config.checkpoint.async_save,
+        best_metric=BEST_METRIC if held_out is not None else None)
+    step = _resume_step(config, store)
+    resumed = None if step is None else store.describe(step).host
+    reporter = _reporter(config, workdir, resumed)
+    with RewardPool(build.pool_settings(config), build.make_scorer(config, task)) as pool, PreemptionSignal() as signal:
+        session = Session(config, workdir, model, task, held_out, meshes, build.make_drivers(config, model.spec, meshes), pool, reporter)
+        try:
+            _say_start(session, lines, step, resumed)
+            _run_stages(Run(session, store, signal, resumed), step)
+        finally:
+            reporter.close()
+            store.close()
+
+
+def _describe(task, name: str) -> str:
+    prompts = task.prompts()
+    return f"{name} data: {task.name}, {len(prompts)} prompts, longest {max(len(prompt.prompt_ids) for prompt in prompts)} tokens"
+
+
+def _resume_step(config: ConfigDict, store: RunStateStore) -> int | None:
+    newest = store.latest_valid_step()
+    if config.checkpoint.resume == "never":
+        if newest is not None:
+            raise ValueError(f"{store.directory} holds checkpoints up to step {newest} and checkpoint.resume=never: use another --workdir or resume=auto")
+        return None
+    return newest if config.checkpoint.resume == "auto" else int(config.checkpoint.resume)
+
+
+def _reporter(config: ConfigDict, workdir: str, resumed: dict | None):
+    if jax.process_index() != 0:
+        return SilentReporter()
+    settings = ReportSettings(
+        stages=tuple(config.stages.order), every_steps=config.logging.every_steps, samples_per_step=config.logging.samples_per_step,
+        tensorboard=config.logging.tensorboard, wandb=config.logging.wandb, run_name=pathlib.Path(workdir).name)
+    return Reporter(workdir, settings, resumed=None if resumed is None else (resumed["stage"], resumed["stage_step"]))
+
+
+def _say_start(session: Session, lines: list[str], step: int | None, resumed: dict | None) -> None:
+    say, config = session.reporter.say, session.config
+    devices = jax.devices()
+    say(f"{len(devices)} × {devices[0].device_kind} ({devices[0].platform}); {len(session.drivers)} rollout slices; "
+        f"rollout in {build.resolve_dtype(config, 'rollout')}, training in {build.resolve_dtype(config, 'compute')}")
+    for line in lines:
+        say(line)
+    if "rl" in config.stages.order:
+        say(batch_equation(config))
+    if resumed is not None:
+        say(f"continuing from checkpoint {step}: stage {resumed['stage']}, step {resumed['stage_step']}")
+        changed = sorted(name for name, value in _flat(config.to_dict()).items() if resumed["config"].get(name, value) != value)
+        if changed:
+            say(f"changed since that checkpoint: {', '.join(changed)}")
+
+
+def _flat(values: dict, prefix: str = "") -> dict:
+    flat = {}
+    for name, value in values.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": list(value) if isinstance(value, tuple) else value}
+    return flat
+
+
+def _run_stages(whole: Run, step: int | None) -> None:
+    session, config = whole.session, whole.session.config
+    stages = list(config.stages.order)
+    first = stages.index(whole.resumed["stage"]) if whole.resumed else 0
+    params = build.make_params(config, session.model, session.meshes)
+    for number, stage in enumerate(stages):
+        if number >= first:
+            checkpoint = step if whole.resumed and number == first else None
+            params = {"sft": _run_sft, "rl": _run_rl}[stage](whole, params, checkpoint)
+        whole.offset += config.stages[stage].steps
+    _finish(whole)
+
+
+def _run_sft(whole: Run, params, checkpoint: int | None):
+    session, steps = whole.session, whole.session.config.stages.sft.steps
+    learner, order = sft.make_learner(session, params), _order(session)
+    done = _restore(whole, checkpoint, {"policy": learner}, order)
+    session.reporter.start_stage("sft", steps)
+
+    def on_step(number: int, metrics: dict) -> None:
+        session.reporter.record(number, metrics)
+        _save_if_due(whole, "sft", number, {"policy": learner}, order, {})
+
+    sft.run(session, learner, order, done + 1, on_step)
+    return learner.params
+
+
+def _run_rl(whole: Run, params, checkpoint: int | None):
+    session, config = whole.session, whole.session.config
+    steps, every = config.stages.rl.steps, config.evaluation.every_steps
+    trainer = rl.make_trainer(session, params, params, _order(session))
+    learners = {"policy": trainer.policy} | ({"critic": trainer.critic} if trainer.critic else {})
+    extra = {} if trainer.reference is None else {"reference": trainer.reference}
+    done = _restore(whole, checkpoint, learners, trainer.order, extra)
+    trainer.reference = extra.get("reference")
+    session.reporter.start_stage("rl", steps)
+    if checkpoint is None and session.held_out is not None and config.evaluation.before:
+        metrics = evaluate(session, trainer.policy.params, 0)
+        whole.heldout.append((0, metrics[BEST_METRIC]))
+        session.reporter.record(0, metrics)
+    for number in range(done + 1, steps + 1):
+        metrics = rl.run_step(session, trainer, number)
+        if session.held_out is not None and (number == steps or (every and number % every == 0)):
+            heldout = evaluate(session, trainer.policy.params, number)
+            whole.heldout.append((number, heldout[BEST_METRIC]))
+            metrics |= heldout
+        session.reporter.record(number, metrics)
+        _save_if_due(whole, "rl", number, learners, trainer.order, metrics, extra)
+    return trainer.policy.params
+
+
+def _order(session: Session) -> PromptOrder:
+    return PromptOrder(len(session.task.prompts()), session.config.seed, shuffle=session.config.data.shuffle)
+
+
+def _arrays(learners: dict[str, Learner], extra: dict) -> dict:
+    arrays = dict(extra)
+    for name, learner in learners.items():
+        arrays |= {name: learner.params, f"{name}_optimizer": learner.opt_state}
+    return arrays
+
+
+def _restore(whole: Run, checkpoint: int | None, learners: dict[str, Learner], order: PromptOrder, extra: dict | None = None) -> int:
+    """Fill learners, order and `extra` from a checkpoint of this stage; returns the steps that are done."""
+    if checkpoint is None:
+        return 0
+    extra = {} if extra is None else extra
+    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), _arrays(learners, extra))
+    arrays, host = whole.store.restore(checkpoint, like)
+    for name, learner in learners.items():
+        learner.params, learner.opt_state = arrays[name], arrays[f"{name}_optimizer"]
+        learner.updates, learner.skipped, learner.skips_in_a_row = host["counters"][name]
+    extra |= {name: arrays[name] for name in extra}
+    order.restore(host["order"])
+    whole.heldout += [tuple(pair) for pair in host["heldout"]]
+    return host["stage_step"]
+
+
+def _save_if_due(whole: Run, stage: str, number: int, learners: dict, order: PromptOrder, metrics: dict, extra: dict | None = None) -> None:
+    """Save on the interval, at a stage's end and on a requested stop; raises Preempted after the last."""
+    config, session = whole.session.config, whole.session
+    failed = whole.store.check()
+    if failed is not None:
+        session.reporter.say(f"warning: {failed}; saving again now")
+    stop = whole.signal.requested_anywhere()
+    last = number == config.stages[stage].steps
+    every = config.checkpoint.every_steps
+    if not (failed or stop or last or (every and number % every == 0)):
+        return
+    host = {
+        "stage": stage, "stage_step": number, "order": order.state(), "config": _flat(config.to_dict()), "heldout": [list(pair) for pair in whole.heldout],
+        "counters": {name: [learner.updates, learner.skipped, learner.skips_in_a_row] for name, learner in learners.items()}}
+    best = {BEST_METRIC: metrics[BEST_METRIC]} if BEST_METRIC in metrics else None
+    whole.store.save(whole.offset + number, _arrays(learners, extra or {}), host, best)
+    if stop or (last and stage == config.stages.order[-1]):
+        failed = whole.store.wait()
+        if failed is not None:
+            raise failed
+    if stop:
+        raise Preempted(whole.signal.exit_code)
+
+
+def _finish(whole: Run) -> None:
+    session = whole.session
+    if whole.heldout:
+        (_, before), (last, after) = whole.heldout[0], whole.heldout[-1]
+        session.reporter.say(
+            f"held-out accuracy: {100 * before:.1f} % before RL, {100 * after:.1f} % after step {last} ({100 * (after - before):+.1f} points)")
+    workdir = session.workdir
+    session.reporter.finish((
+        f"python -m tlt_jax.export --workdir={workdir} --output={workdir}/export",
+        f"python -m tlt_jax.generate --model={workdir}/export --prompts=PROMPTS.jsonl --output=ANSWERS.jsonl",
+    ))
