@@ -63,8 +63,8 @@ def test_an_excluded_token_is_impossible_and_changes_neither_entropy_nor_gradien
         logprobs, entropy = token_logprobs(logits, jnp.asarray([0]), 1.0)
         return logprobs.sum() + entropy.sum()
 
-    value, gradient = jax.value_and_grad(score)(jnp.asarray([[2.0, 1.0, -jnp.inf]]))
-    alone, gradient_alone = jax.value_and_grad(score)(jnp.asarray([[2.0, 1.0]]))
+    value, gradient = jax.jit(jax.value_and_grad(score))(jnp.asarray([[2.0, 1.0, -jnp.inf]]))
+    alone, gradient_alone = jax.jit(jax.value_and_grad(score))(jnp.asarray([[2.0, 1.0]]))
     np.testing.assert_allclose(value, alone, rtol=1e-6)
     np.testing.assert_allclose(gradient[0], [*gradient_alone[0], 0.0], atol=1e-6)
     assert token_logprobs(jnp.asarray([[2.0, -jnp.inf]]), jnp.asarray([1]), 1.0)[0] == -np.inf
@@ -77,13 +77,13 @@ def test_a_target_outside_the_vocabulary_is_nan_and_not_another_tokens_logprob(t
 
 def test_the_entropy_gradient_is_that_of_the_formula():
     logits, temperature = np.random.default_rng(2).standard_normal((4, 7)), 0.7
-    gradient = jax.grad(lambda logits: token_logprobs(logits, jnp.zeros(4, int), temperature)[1].sum())(jnp.asarray(logits, jnp.float32))
+    gradient = jax.jit(jax.grad(lambda logits: token_logprobs(logits, jnp.zeros(4, int), temperature)[1].sum()))(jnp.asarray(logits, jnp.float32))
     logprobs, entropy = reference(logits, temperature)
     np.testing.assert_allclose(gradient, -np.exp(logprobs) * (logprobs + entropy[:, None]) / temperature, atol=1e-6)
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("chunk", [1, 5, 36, 37, 1000])
+@pytest.mark.parametrize("chunk", [1, 5, 36, 1000])
 def test_chunks_change_neither_values_nor_gradients(tied, chunk):
     features_ND, embedding_VD, targets_N, weights_N = problem()
     weight = embedding_VD if tied else embedding_VD.T
@@ -97,8 +97,8 @@ def test_chunks_change_neither_values_nor_gradients(tied, chunk):
         logprobs_N, entropy_N = token_logprobs(logits_NV, targets_N, 0.8)
         return (logprobs_N * weights_N).sum() + 0.3 * (entropy_N * weights_N).sum(), (logprobs_N, entropy_N)
 
-    gradients, got = jax.grad(loss, (0, 1), has_aux=True)(features_ND, weight, chunk)
-    expected_gradients, expected = jax.grad(whole, (0, 1), has_aux=True)(features_ND, weight)
+    gradients, got = jax.jit(jax.grad(loss, (0, 1), has_aux=True), static_argnums=2)(features_ND, weight, chunk)
+    expected_gradients, expected = jax.jit(jax.grad(whole, (0, 1), has_aux=True))(features_ND, weight)
     jax.tree.map(lambda left, right: np.testing.assert_allclose(left, right, atol=2e-5), (got, gradients), (expected, expected_gradients))
 
 

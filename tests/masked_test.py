@@ -57,6 +57,7 @@ def test_segments_of_two_rows_with_the_same_ids_are_kept_apart():
     values_BT = jnp.asarray([[1.0, 2.0, 4.0, 8.0], [16.0, 32.0, 64.0, 128.0]])
     segments_BT = jnp.asarray([[1, 1, 2, 0], [1, 2, 2, 2]])
     np.testing.assert_array_equal(segment_totals(values_BT, segments_BT), [[3, 3, 4, 8], [16, 224, 224, 224]])
+    np.testing.assert_array_equal(segment_totals(values_BT, jnp.asarray([[1, 2, 3, 4]] * 2)), values_BT)
 
 
 def test_a_segment_id_beyond_the_row_gives_nan_and_leaves_the_other_row_alone():

@@ -13,10 +13,12 @@ from tlt_jax.training.command_line import load_config
 def main(argv: list[str]) -> int:
     """Parse, check, train; the exit code (0 done, 2 bad input, 143 or 130 stopped on request after saving)."""
     config, args = load_config(argv, command="train", description="Train a reasoning model: supervised warm-up and reinforcement learning.")
-    from tlt_jax.training import stages  # after the config is known to be good: importing jax takes seconds
+    from tlt_jax.training import dry_run, stages  # after the config is known to be good: importing jax takes seconds
 
     logging.set_verbosity(logging.WARNING)
     try:
+        if args.dry_run:
+            return dry_run.run(config)
         stages.run(config, args.workdir)
     except stages.Preempted as stop:
         print(stop)

@@ -34,6 +34,12 @@ def test_the_answer_is_what_python_says_and_no_value_leaves_0_to_99(train):
         assert all(0 <= value <= 99 for value in values) and len(values) == prompt.difficulty
 
 
+def test_long_chains_stay_below_100():
+    long = ArithmeticSettings(max_steps=80, tail_exponent=0.0)
+    values = [int(line.split("=")[1]) for index in range(200) for line in solve(problem(long, 0, index)).split("\n")[:-1]]
+    assert max(values) <= 99 and min(values) >= 0 and max(values) > 80
+
+
 def test_the_task_solves_itself_and_only_the_exact_last_line_scores(train):
     for prompt in train.prompts()[:50]:
         right = train.worked_solution(prompt)

@@ -102,6 +102,7 @@ def test_parquet_decimals_and_dates_become_plain_too(tmp_path):
     path = str(tmp_path / "rows.parquet")
     parquet.write_table(pyarrow.table({"a": [decimal.Decimal("18.00"), decimal.Decimal("1.50")], "d": [datetime.date(2026, 1, 2)] * 2}), path)
     assert columns_of(path) == [{"a": 18, "d": "2026-01-02"}, {"a": 1.5, "d": "2026-01-02"}]
+    assert all(is_plain(columns) for columns in columns_of(path))
 
 
 def test_a_cut_parquet_file_is_an_error_that_names_it(tmp_path):

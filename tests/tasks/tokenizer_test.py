@@ -149,6 +149,27 @@ def test_a_template_that_changes_the_words_asks_for_marks(byte_tokenizer):
         shouting.assistant_mask(CHAT)
 
 
+def test_a_template_whose_end_depends_on_the_words_asks_for_marks(byte_tokenizer, templates):
+    counting = byte_tokenizer(templates["chatml"] + "{{ messages[-1].content|length if messages[-1].role == 'assistant' }}")
+    with pytest.raises(TokenizerError, match="message 1 once and as it is: add {% generation %}"):
+        counting.assistant_mask(CHAT)
+
+
+def test_a_thought_that_the_generation_prompt_opens_belongs_to_the_turn(byte_tokenizer, templates):
+    opening = byte_tokenizer(templates["chatml"].replace("assistant\\n", "assistant\\n<think>\\n"))
+    assert opening.generation_prompt() == "<|im_start|>assistant\n<think>\n"
+    assert spoken(opening, TWO_THOUGHTS[:2]) == "<think>\nso\n</think>\n\none<|im_end|>"
+    assert spoken(opening, CHAT) == "a<|im_end|>"
+
+
+def test_turns_that_do_not_survive_tokenization_are_an_error(write_tokenizer, templates, tmp_path):
+    directory = write_tokenizer(tmp_path, templates["chatml"])
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content | {"normalizer": {"type": "Lowercase"}}))
+    with pytest.raises(TokenizerError, match="do not survive tokenization"):
+        load_tokenizer(directory).assistant_mask([CHAT[0], {"role": "assistant", "content": "Loud"}])
+
+
 def test_a_conversation_that_the_template_refuses_is_an_error(byte_tokenizer):
     strict = byte_tokenizer("{% for message in messages %}{{ raise_exception('roles must alternate') }}{% endfor %}")
     with pytest.raises(TokenizerError, match="roles must alternate"):

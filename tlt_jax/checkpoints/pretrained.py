@@ -1,6 +1,6 @@
 """Loading a model: config to spec, tensors to parameters, with every device reading only its own part.
 
-Hugging Face directories with safetensors and GGUF files. It runs no model, and converts no pickled weights.
+Hugging Face directories with safetensors, GGUF files and workdirs of runs (the newest complete checkpoint). It runs no model, and converts no pickled weights.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
+from tlt_jax.checkpoints import run_model
 from tlt_jax.checkpoints.gguf import open_gguf
 from tlt_jax.checkpoints.locations import FORMS, local_model_path
 from tlt_jax.checkpoints.model_source import ModelSource, source_from_files
@@ -53,13 +54,16 @@ class TensorReader(Protocol):
 
 
 def load_policy(path: str | os.PathLike[str], *, dtype: str = "float32", mesh: jax.sharding.Mesh | None = None) -> LoadedPolicy:
-    """The policy (or value or reward model) at `path`: Hugging Face directory, .gguf file, bucket path or hub id.
+    """The policy (or value or reward model) at `path`: Hugging Face directory, .gguf file, a run's workdir, bucket path or hub id.
 
     `dtype` is the parameters' ("float32", "bfloat16", "float16"). Without a mesh they lie on the default device; with one they are sharded by
     `param_shardings`, and only the slices that this process's devices hold are read. Raises what `check_tensors` raises, before any tensor is read.
     """
     if np.dtype(dtype).name not in FILE_DTYPES:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(FILE_DTYPES)}.")
+    if run_model.is_workdir(path):
+        run = run_model.load_network(path, dtype=dtype, mesh=mesh)
+        return LoadedPolicy(run.spec, run.params, run.source)
     spec, source, reader = _open_checked(path)
     _report_second_head(spec, reader, source.path)
     places = tensor_places(spec)
@@ -75,7 +79,7 @@ def load_policy(path: str | os.PathLike[str], *, dtype: str = "float32", mesh: j
 
 def read_source(path: str | os.PathLike[str]) -> ModelSource:
     """Where the model at `path` comes from, from its text files and tensor headers alone."""
-    return _open(path)[1]
+    return run_model.read_run_model(path)[1] if run_model.is_workdir(path) else _open(path)[1]
 
 
 def check_tensors(path: str | os.PathLike[str]) -> PolicySpec:
@@ -84,7 +88,7 @@ def check_tensors(path: str | os.PathLike[str]) -> PolicySpec:
     Raises FileNotFoundError for absent files, ValueError for an unsupported config, a cut file, and (one error, all listed) missing, extra or
     wrong-shaped tensors.
     """
-    return _open_checked(path)[0]
+    return run_model.check_run(path) if run_model.is_workdir(path) else _open_checked(path)[0]
 
 
 def _open_checked(path: str | os.PathLike[str]) -> tuple[PolicySpec, ModelSource, TensorReader]:

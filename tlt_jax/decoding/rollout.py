@@ -43,6 +43,7 @@ def prefill(spec: PolicySpec, params: dict, tokens_PT: jax.Array, lengths_P: jax
     """Cache of the prompts and the features of each prompt's last token [P, D]."""
     prompts, length = tokens_PT.shape
     chunk = min(length, PREFILL_CHUNK)
+    tokens_PT = jnp.pad(tokens_PT, ((0, 0), (0, -length % chunk)))  # a slice over the edge would be shifted back
     cache = kv_cache.init_cache(spec, prompts, length, dtype, block=block)
     last_PD = jnp.zeros((prompts, spec.hidden_size), params["embed"]["embedding"].dtype)
 

@@ -48,7 +48,7 @@ def kept_threshold(scaled_BV: jax.Array, sampling: SamplingParams) -> jax.Array:
     threshold = jax.lax.dynamic_slice_in_dim(ordered, last, 1, axis=-1)
     probabilities = jax.nn.softmax(jnp.where(ordered >= threshold, ordered, -jnp.inf), axis=-1)
     above = jnp.cumsum(probabilities, axis=-1) - probabilities
-    inside = (ordered >= threshold) & ((above < sampling.top_p) | (rank == 0))
+    inside = (ordered >= threshold) & ((above < sampling.top_p) | (rank == 0) | (sampling.top_p >= 1))  # the sum may round to 1 early
     threshold = jnp.min(jnp.where(inside, ordered, jnp.inf), axis=-1, keepdims=True)
     floor = jnp.where(sampling.min_p > 0, ordered[:, :1] + jnp.log(jnp.maximum(sampling.min_p, 1e-30)), -jnp.inf)
     return jnp.maximum(threshold, floor)

@@ -13,10 +13,10 @@ import numpy as np
 from tlt_jax.models.specs import PolicySpec, RopeSpec
 
 
-def inverse_frequencies(rope: RopeSpec, head_dim: int, length: int = 0) -> tuple[np.ndarray, float]:
+def inverse_frequencies(rope: RopeSpec, head_dim: int, length: int | jax.Array = 0) -> tuple[np.ndarray | jax.Array, float]:
     """Inverse frequencies [C / 2] in float32 and the factor on cos and sin.
 
-    `length` is the number of positions of a full forward and matters to the dynamic rule only, whose base grows with it.
+    `length` (highest position of a full forward + 1, may be traced) matters to the dynamic rule only, whose base grows with it.
     """
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / head_dim
     plain = 1.0 / (rope.theta**exponents)
@@ -31,11 +31,11 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int, length: int = 0) -> tuple
     return _yarn(rope, head_dim, plain)
 
 
-def _dynamic(rope: RopeSpec, head_dim: int, length: int, exponents: np.ndarray) -> np.ndarray:
+def _dynamic(rope: RopeSpec, head_dim: int, length: int | jax.Array, exponents: np.ndarray) -> jax.Array:
     original = rope.original_max_position_embeddings
-    stretched = max(length, original)
+    stretched = jnp.maximum(length, original)
     base = rope.theta * ((rope.factor * stretched / original) - (rope.factor - 1)) ** (head_dim / (head_dim - 2))
-    return (1.0 / base**exponents).astype(np.float32)
+    return (1.0 / base**exponents).astype(jnp.float32)
 
 
 def _llama3(rope: RopeSpec, plain: np.ndarray) -> np.ndarray:
@@ -77,7 +77,7 @@ def yarn_attention_factor(rope: RopeSpec) -> float:
     return mscale(rope.factor)
 
 
-def rotation(spec: PolicySpec, positions_BT: jax.Array, *, length: int) -> tuple[jax.Array, jax.Array]:
+def rotation(spec: PolicySpec, positions_BT: jax.Array, *, length: int | jax.Array) -> tuple[jax.Array, jax.Array]:
     """cos and sin of shape [B, T, C / 2] in float32 for absolute positions."""
     frequencies, scale = inverse_frequencies(spec.rope, spec.head_dim, length)
     angles_BTC = positions_BT.astype(jnp.float32)[..., None] * frequencies[None, None, :]

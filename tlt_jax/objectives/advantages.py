@@ -66,16 +66,9 @@ def generalized_advantage_estimation(rewards_BT, values_BT, mask_BT, *, gamma, l
     """
     mask_BT = jnp.asarray(mask_BT) != 0
     rewards_BT, values_BT = keep(rewards_BT, mask_BT), keep(values_BT, mask_BT)
-
-    def step(later, now):
-        next_value_B, next_advantage_B = later
-        reward_B, value_B, mask_B = now
-        advantage_B = reward_B + gamma * next_value_B - value_B + gamma * lam * next_advantage_B
-        carried = jnp.where(mask_B, value_B, next_value_B), jnp.where(mask_B, advantage_B, next_advantage_B)
-        return carried, jnp.where(mask_B, advantage_B, 0.0)
-
     end_B = jnp.zeros(rewards_BT.shape[0], jnp.float32)
-    _, advantages_TB = jax.lax.scan(step, (end_B, end_B), (rewards_BT.T, values_BT.T, mask_BT.T), reverse=True)
+    rates = jnp.asarray(gamma, jnp.float32), jnp.asarray(gamma * lam, jnp.float32)
+    _, advantages_TB = jax.lax.scan(_gae_step, (end_B, end_B, rates), (rewards_BT.T, values_BT.T, mask_BT.T), reverse=True)
     return advantages_TB.T, advantages_TB.T + values_BT
 
 
@@ -93,6 +86,15 @@ def masked_whiten(values_BT, mask_BT, *, ddof: int = 1, eps: float = 1e-8) -> ja
     highest = jnp.max(values_BT, where=mask_BT, initial=-jnp.inf)
     whitened_BT = (values_BT - masked_mean(values_BT, mask_BT)) * jax.lax.rsqrt(masked_variance(values_BT, mask_BT, ddof=ddof) + eps)
     return jnp.where(mask_BT & (lowest != highest), whitened_BT, 0.0)
+
+
+def _gae_step(later, now):
+    # A module-level function with its rates in the carry: a closure would compile anew at every call outside jit.
+    next_value_B, next_advantage_B, (gamma, decay) = later
+    reward_B, value_B, mask_B = now
+    advantage_B = reward_B + gamma * next_value_B - value_B + decay * next_advantage_B
+    carried = jnp.where(mask_B, value_B, next_value_B), jnp.where(mask_B, advantage_B, next_advantage_B), (gamma, decay)
+    return carried, jnp.where(mask_B, advantage_B, 0.0)
 
 
 def _centred(rewards_B, group_ids_B, valid_B) -> tuple[jax.Array, jax.Array, jax.Array]:

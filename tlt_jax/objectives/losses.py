@@ -61,9 +61,7 @@ class LossSettings:
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise ValueError(f"dual_clip must be above 1 (3 is usual), got {self.dual_clip}")
         if self.importance_sampling_cap is not None and not 0 <= self.importance_sampling_floor < self.importance_sampling_cap:
-            raise ValueError(
-                f"importance sampling needs 0 <= floor < cap, got floor {self.importance_sampling_floor} and cap {self.importance_sampling_cap}"
-            )
+            raise ValueError(f"importance sampling needs 0 <= floor < cap, got floor {self.importance_sampling_floor} and cap {self.importance_sampling_cap}")
 
 
 class PolicyRatios(NamedTuple):

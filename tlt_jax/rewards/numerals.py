@@ -124,8 +124,6 @@ def same_number(reference: Numeral, answer: Numeral) -> bool:
     """Equality of two numerals: exact, or to six decimals where one is a long decimal; a percent sign may be missing on one side when |number| ≥ 1."""
     if reference.value == answer.value or rounded_equal(reference.value, answer) or rounded_equal(answer.value, reference):
         return True
-    if reference.percent == answer.percent:
-        return False
     # 28 % against 28: the sign is often left out. 0.35 % against 0.35 stays different, because 0.35 may well mean 35 %.
     bare = [numeral.value * 100 if numeral.percent else numeral.value for numeral in (reference, answer)]
     return bare[0] == bare[1] and abs(bare[0]) >= 1

@@ -62,6 +62,13 @@ def row_bucket(rows: int, slots: int) -> int:
     return batching.length_bucket(max(rows, 2), [b for b in ROW_BUCKETS if b < slots] + [max(slots, 2)])
 
 
+def completion(row: Row, code: int, version: int) -> Completion:
+    """The finished request of a row."""
+    return Completion(
+        request=row.request, token_ids=tuple(row.tokens), logprobs=tuple(row.logprobs), sampling_logprobs=tuple(row.sampling_logprobs),
+        finish_reason=FINISH_REASONS[code], policy_version=version, forwards=row.forwards)
+
+
 class RolloutDriver:
     """Host side of one slice during a rollout phase."""
 
@@ -94,15 +101,20 @@ class RolloutDriver:
         return sum(row is not None for row in self.rows)
 
     def step(self, queue: collections.deque, allowance: int) -> list[Completion]:
-        """One turn: read what is ready, admit up to `allowance` rows in all, keep dispatches queued. Returns finished requests."""
+        """One turn: read one dispatch if it is ready, admit up to `allowance` rows in all, keep dispatches queued. Returns finished requests.
+
+        Slots change only after a dispatch was read, never because of how long something took: with one slice the batches are the same in every run.
+        """
         finished = []
-        while self.in_flight and self.in_flight[0].finish.is_ready():
-            finished += self._absorb(self.in_flight.popleft())
+        if self.in_flight:
+            if not self.in_flight[0].finish.is_ready():
+                return finished
+            finished = self._absorb(self.in_flight.popleft())
         room = min(self.settings.slots, allowance) - self.active
         if queue and room > 0 and (self.active == 0 or room >= min(len(queue), max(1, self.settings.slots // 8))):
             self._admit([queue.popleft() for _ in range(min(room, len(queue)))])
-        elif not queue:
-            self._shrink()
+        elif not queue and self.active:
+            self._fit(self.active)
         while self.active and len(self.in_flight) < IN_FLIGHT:
             self._advance()
         return finished
@@ -122,16 +134,11 @@ class RolloutDriver:
             if finish[index] != FINISH_RUNNING:
                 row.done = True
                 self.rows = [None if held is row else held for held in self.rows]
-                finished.append(self._completion(row, int(finish[index])))
+                finished.append(completion(row, int(finish[index]), self.version))
         return finished
 
-    def _completion(self, row: Row, code: int) -> Completion:
-        return Completion(
-            request=row.request, token_ids=tuple(row.tokens), logprobs=tuple(row.logprobs), sampling_logprobs=tuple(row.sampling_logprobs),
-            finish_reason=FINISH_REASONS[code], policy_version=self.version, forwards=row.forwards)
-
     def _admit(self, requests: list[Request]) -> None:
-        self._make_room(self.active + len(requests))
+        self._fit(max(self.active + len(requests), len(self.rows)))
         by_prompt = collections.defaultdict(list)
         for request in requests:
             by_prompt[request.prompt_ids].append(request)
@@ -164,22 +171,14 @@ class RolloutDriver:
         self.state, sampled, finish = self.programs.admit(self.params, self.state, admission, self.sampling, self.stop_ids)
         self.in_flight.append(InFlight(sampled.token_B, sampled.logprob_B, sampled.sampling_logprob_B, finish, None, entries))
 
-    def _make_room(self, needed: int) -> None:
+    def _fit(self, needed: int) -> None:
+        """Bring the number of slots to the bucket that holds `needed` rows; active rows move to the front."""
         bucket = row_bucket(needed, self.settings.slots)
         if self.state is None:
-            self.state = self.programs.init_state(bucket, self.length)
-            self.rows = [None] * bucket
-        elif bucket > len(self.rows):
-            self._resize(list(range(len(self.rows))), bucket)
-
-    def _shrink(self) -> None:
-        if self.state is None or not self.active:
+            self.state, self.rows = self.programs.init_state(bucket, self.length), [None] * bucket
+        if bucket == len(self.rows):
             return
-        bucket = row_bucket(self.active, self.settings.slots)
-        if bucket < len(self.rows):
-            self._resize([slot for slot, row in enumerate(self.rows) if row is not None], bucket)
-
-    def _resize(self, kept: list[int], bucket: int) -> None:
+        kept = [slot for slot, row in enumerate(self.rows) if row is not None]
         index, keep = np.zeros((bucket,), np.int32), np.zeros((bucket,), bool)
         index[: len(kept)], keep[: len(kept)] = kept, True
         whole = replicated(self.programs.mesh)

@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
+_SHAPES = 8  # row counts of a micro-batch that may occur
+
+
 class MicrobatchPlan(NamedTuple):
     """Micro-batches of one shape [rows, row_length], so that one compiled program serves all of them; a row is a list of sequence indices."""
 
@@ -57,19 +60,24 @@ def microbatches(lengths: Sequence[int], tokens_per_microbatch: int, *, row_leng
     """Pack sequences into micro-batches of at most `tokens_per_microbatch` tokens, padding included, all of one shape.
 
     `row_length` defaults to the longest sequence's power-of-two bucket, or the longest itself when the bucket is above the budget. Rows per micro-batch
-    are a multiple of `row_multiple` (the devices that share the batch), as many as the budget holds; the last micro-batch ends in empty rows.
+    are a multiple of `row_multiple` (the devices that share the batch) and at most what the budget holds; fewer, in eighths of that, when there are not
+    enough sequences to fill it, so that little is padding and few shapes are compiled. The last micro-batch may end in empty rows.
     """
     longest = max(lengths, default=1)
     if row_length is None:
         row_length = power_bucket(longest, 16)
         if row_length * row_multiple > tokens_per_microbatch:
             row_length = longest
-    rows_each = tokens_per_microbatch // row_length // row_multiple * row_multiple
-    if rows_each == 0:
+    most = tokens_per_microbatch // row_length // row_multiple * row_multiple
+    if most == 0:
         raise ValueError(
             f"tokens_per_microbatch {tokens_per_microbatch} holds no micro-batch of {row_multiple} rows of {row_length} tokens (the longest sequence has"
             f" {longest}): raise batch.tokens_per_microbatch to at least {row_multiple * row_length}"
         )
+    needed = len(pack(lengths, row_length))
+    share = -(-needed // max(1, -(-needed // most)))  # rows a micro-batch would hold when all are alike
+    eighth = -(-most // (_SHAPES * row_multiple)) * row_multiple
+    rows_each = min(most, max(1, -(-share // eighth)) * eighth)
     rows = pack(lengths, row_length, row_multiple=rows_each)
     return MicrobatchPlan(row_length, [rows[start : start + rows_each] for start in range(0, len(rows), rows_each)])
 

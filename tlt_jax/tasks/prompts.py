@@ -177,7 +177,7 @@ def _rendered(asked: str | list[dict], row: Row, tokenizer: Tokenizer, settings:
             reason = "the data are conversations" if spoken else "a system prompt or tools need a chat template"
             raise DataError(f"{row.place}: {reason}, and the prompt is rendered as plain text: set model.chat_template")
         return _instructed(asked, settings), False
-    messages = [dict(message) for message in asked] if spoken else [{"role": "user", "content": asked}]
+    messages = asked if spoken else [{"role": "user", "content": asked}]
     last_user = next((message for message in reversed(messages) if message["role"] == "user"), None)
     if last_user is not None:
         last_user["content"] = _instructed(last_user["content"], settings)

@@ -219,12 +219,10 @@ def _masked_ids(tokenizer: Tokenizer, text: str, spans: Sequence[chat_spans.Span
     ids, offsets = list(encoding["input_ids"]), encoding["offset_mapping"]
     if tokenizer.embedding_rows is not None:
         check_ids(ids, tokenizer.embedding_rows)
-    edges = {edge for span in spans for edge in span}
-    if not any(start < edge < end for start, end in offsets for edge in edges):
-        inside = [any(first <= start and end <= last and end > start for first, last in spans) for start, end in offsets]
-        covered = tokenizer.decode([token for token, kept in zip(ids, inside, strict=True) if kept], skip_special_tokens=False)
-        if covered == "".join(text[first:last] for first, last in spans):
-            return ids, [int(kept) for kept in inside]
+    inside = [any(first <= start and end <= last and end > start for first, last in spans) for start, end in offsets]
+    covered = tokenizer.decode([token for token, kept in zip(ids, inside, strict=True) if kept], skip_special_tokens=False)
+    if covered == "".join(text[first:last] for first, last in spans):
+        return ids, [int(kept) for kept in inside]
     ids, mask, place = [], [], 0
     for first, last in [*spans, (len(text), len(text))]:
         for piece, kept in ((text[place:first], 0), (text[first:last], 1)):

@@ -9,10 +9,10 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
-from ml_collections import ConfigDict
 
 from tlt_jax.checkpoints.model_source import ModelSource
 from tlt_jax.checkpoints.pretrained import check_tensors, load_policy, read_source
+from tlt_jax.checkpoints.run_model import SpecialIds, scratch_source
 from tlt_jax.models import decoder
 from tlt_jax.models.specs import PolicySpec, RopeSpec
 from tlt_jax.objectives.losses import LossSettings
@@ -30,6 +30,7 @@ from tlt_jax.tasks.prompts import PromptSettings, Task
 from tlt_jax.tasks.reasoning_gym_tasks import ReasoningGymTask
 from tlt_jax.tasks.tokenizer import Tokenizer, load_tokenizer
 from tlt_jax.training.scoring import TaskScorer
+from tlt_jax.training.settings import Config
 from tlt_jax.training.settings_rules import resolve_mesh, resolve_slices
 
 CACHE_BLOCK = {"cpu": 64}  # slots read at a time by cached attention; elsewhere loops are dear and blocks larger
@@ -39,34 +40,58 @@ HELD_OUT_SEED_OFFSET = 1  # generated held-out rows of reasoning_gym use seed + 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """What a run knows of its model before any tensor is read; `source` is None for a model made from scratch."""
+    """What is known of a model before any tensor is read. `source` is None for a model made from scratch, `tokenizer` None where prompts are ids alone."""
 
     spec: PolicySpec
     source: ModelSource | None
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
     stop_ids: tuple[int, ...]
 
+    @property
+    def vocabulary(self) -> int:
+        """Ids from here on are padding rows of the embedding and never drawn."""
+        return self.spec.vocab_size if self.tokenizer is None else min(self.tokenizer.size, self.spec.vocab_size)
 
-def resolve_dtype(config: ConfigDict, name: str) -> str:
+
+def resolve_dtype(config: Config, name: str) -> str:
     """float32 or bfloat16 for `precision.<name>`; auto is float32 on CPU (its bfloat16 products are slow) and bfloat16 elsewhere."""
     word = config.precision[name]
     word = config.model.dtype if word == "auto" else word
     return ("float32" if jax.default_backend() == "cpu" else "bfloat16") if word == "auto" else word
 
 
-def open_model(config: ConfigDict, workdir: str) -> Model:
-    """Spec, tokenizer and stop ids; checks every tensor's name, shape and file length without reading one."""
+def open_model(config: Config, workdir: str) -> Model:
+    """The model of a run: from files, or a new one whose tokenizer is made in the workdir."""
     if config.model.path == "scratch":
         tokenizer = character_tokenizer(config.model.scratch.alphabet, str(pathlib.Path(workdir) / "tokenizer"))
         return Model(_scratch_spec(config, tokenizer.size), None, tokenizer, tokenizer.stop_ids)
+    model = open_checkpoint(config)
+    if model.tokenizer is None:
+        raise ValueError(f"{model.source.path} has no tokenizer files; copy the model's tokenizer.json and tokenizer_config.json beside its weights")
+    return model
+
+
+def open_checkpoint(config: Config) -> Model:
+    """Spec, tokenizer (None without its files) and stop ids; checks every tensor's name, shape and file length without reading one."""
     spec, source = check_tensors(config.model.path), read_source(config.model.path)
+    if spec.head != "policy":
+        raise ValueError(f"{source.path} is a {spec.head} model (sequence classification); a causal language model is needed")
     if source.tokenizer_dir is None:
-        raise ValueError(f"{source.path} has no tokenizer files; copy the model's tokenizer.json and tokenizer_config.json beside its weights")
+        return Model(spec, source, None, source.stop_ids)
     tokenizer = load_tokenizer(source.tokenizer_dir, chat_template=config.model.chat_template or None, embedding_rows=spec.vocab_size)
     return Model(spec, source, tokenizer, tuple(sorted({*source.stop_ids, *tokenizer.stop_ids})))
 
 
-def _scratch_spec(config: ConfigDict, vocabulary: int) -> PolicySpec:
+def run_source(config: Config, model: Model, workdir: str) -> ModelSource:
+    """The model's source as the run's workdir keeps it: with the chat template in use, and with a config where there was none."""
+    tokenizer = model.tokenizer
+    if model.source is None:
+        ids = SpecialIds(model.stop_ids, tokenizer.pad_id, tokenizer.bos_id)
+        return scratch_source(model.spec, str(pathlib.Path(workdir) / "tokenizer"), ids, dtype=config.precision.params)
+    return dataclasses.replace(model.source, chat_template=tokenizer.backend.chat_template) if config.model.chat_template else model.source
+
+
+def _scratch_spec(config: Config, vocabulary: int) -> PolicySpec:
     scratch = config.model.scratch
     return PolicySpec(
         family="llama", vocab_size=vocabulary, hidden_size=scratch.hidden_size, intermediate_size=scratch.mlp, num_layers=scratch.layers,
@@ -75,7 +100,7 @@ def _scratch_spec(config: ConfigDict, vocabulary: int) -> PolicySpec:
         qk_norm=False, windows=(None,) * scratch.layers)
 
 
-def make_meshes(config: ConfigDict) -> Meshes:
+def make_meshes(config: Config) -> Meshes:
     """Train mesh and slices over all devices."""
     devices = len(jax.devices())
     shape = resolve_mesh(config.mesh.train.to_dict(), devices)
@@ -83,7 +108,7 @@ def make_meshes(config: ConfigDict) -> Meshes:
     return build_meshes((shape["data"], shape["fsdp"], shape["tensor"]), slices, config.mesh.rollout_tensor)
 
 
-def make_params(config: ConfigDict, model: Model, meshes: Meshes) -> dict:
+def make_params(config: Config, model: Model, meshes: Meshes) -> dict:
     """Initial policy parameters on the train mesh."""
     dtype = config.precision.params
     if model.source is not None:
@@ -100,11 +125,17 @@ def new_params(spec: PolicySpec, seed: int, dtype: str, meshes: Meshes) -> dict:
     return init_program(meshes.train, make, decoder.abstract_params(spec, dtype))()
 
 
-def make_tasks(config: ConfigDict, tokenizer: Tokenizer) -> tuple[Task, Task | None]:
-    """The training task and the held-out one (None without held-out rows); reading and checking happens in `prompts()`."""
+def prompt_settings(config: Config, *, limited: bool = True) -> PromptSettings:
+    """How rows become prompts; `limited` False leaves the length to the model's own limit."""
     data = config.data
-    settings = PromptSettings(
-        max_prompt_tokens=data.max_prompt_tokens, over_long=data.over_long, system_prompt=data.system_prompt or None, instruction=data.instruction)
+    return PromptSettings(
+        max_prompt_tokens=data.max_prompt_tokens if limited else None, over_long=data.over_long, system_prompt=data.system_prompt or None,
+        instruction=data.instruction)
+
+
+def make_tasks(config: Config, tokenizer: Tokenizer) -> tuple[Task, Task | None]:
+    """The training task and the held-out one (None without held-out rows); reading and checking happens in `prompts()`."""
+    data, settings = config.data, prompt_settings(config)
     columns = {name: value for name, value in data.columns.to_dict().items() if value}
 
     def arithmetic(size: int, split: str):
@@ -128,7 +159,7 @@ def make_tasks(config: ConfigDict, tokenizer: Tokenizer) -> tuple[Task, Task | N
     return from_file(data.path), from_file(data.eval_path) if data.eval_path else None
 
 
-def make_scorer(config: ConfigDict, task: Task) -> Scorer:
+def make_scorer(config: Config, task: Task) -> Scorer:
     """How responses are scored, as a picklable value for the reward workers."""
     kind = task.reward_kind if config.reward.kind == "task" else config.reward.kind
     if kind == "task":
@@ -138,27 +169,31 @@ def make_scorer(config: ConfigDict, task: Task) -> Scorer:
     return Scorer(kind)
 
 
-def pool_settings(config: ConfigDict) -> PoolSettings:
+def pool_settings(config: Config) -> PoolSettings:
     """Workers, time limit and what an error does."""
     return PoolSettings(workers=config.reward.workers, time_limit=config.reward.timeout_seconds, on_error=config.reward.on_error)
 
 
-def make_drivers(config: ConfigDict, spec: PolicySpec, meshes: Meshes) -> list[RolloutDriver]:
+def make_drivers(config: Config, spec: PolicySpec, meshes: Meshes) -> list[RolloutDriver]:
     """One driver for each slice of this process."""
     rollout = config.rollout
     settings = RolloutSettings(
         slots=rollout.slots, rounds_per_dispatch=rollout.rounds_per_dispatch, prefill_tokens=rollout.prefill_tokens, prefill_exponent=rollout.prefill_exponent)
-    block = CACHE_BLOCK.get(jax.default_backend(), OTHER_CACHE_BLOCK)
     dtype = resolve_dtype(config, "rollout")
-    return [RolloutDriver(SlicePrograms(spec, mesh, dtype, block=block), settings) for mesh in meshes.slices]
+    return [RolloutDriver(SlicePrograms(spec, mesh, dtype, block=cache_block()), settings) for mesh in meshes.slices]
 
 
-def training_pass(config: ConfigDict, spec: PolicySpec) -> Pass:
+def cache_block() -> int:
+    """Slots of the KV cache that attention reads at a time on this backend."""
+    return CACHE_BLOCK.get(jax.default_backend(), OTHER_CACHE_BLOCK)
+
+
+def training_pass(config: Config, spec: PolicySpec) -> Pass:
     """How training forwards run: the sampling temperature is part of every log-probability."""
     return Pass(spec, temperature=config.rollout.temperature, compute_dtype=resolve_dtype(config, "compute"), remat=config.precision.remat)
 
 
-def loss_settings(config: ConfigDict) -> LossSettings:
+def loss_settings(config: Config) -> LossSettings:
     """The losses' view of the config; 0 means off there."""
     algorithm = config.algorithm
     in_loss = algorithm.beta > 0 and algorithm.kl_placement == "loss"
@@ -169,7 +204,7 @@ def loss_settings(config: ConfigDict) -> LossSettings:
         value_clip=algorithm.value_clip or None, value_coef=algorithm.value_coef if algorithm.critic == "shared" else 1.0)
 
 
-def optimizer_settings(config: ConfigDict, lr: float, total: int) -> OptimizerSettings:
+def optimizer_settings(config: Config, lr: float, total: int) -> OptimizerSettings:
     """AdamW settings for `total` updates at peak `lr`."""
     optimizer = config.optimizer
     return OptimizerSettings(

@@ -19,7 +19,7 @@ from tlt_jax.training.settings import SettingsError, declared_keys, default_conf
 from tlt_jax.training.settings_rules import unknown_key, validate
 
 _TRUE, _FALSE = ("true", "1", "yes"), ("false", "0", "no")
-_NEEDS_WORKDIR = ("train", "distill")
+_HAS_WORKDIR, _HAS_DRY_RUN = ("train", "distill", "export"), ("train", "distill")
 _TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", tuple: "a comma-separated list", str: "text"}
 # What plain Python code in a config file can raise; anything else is a fault of this package and keeps its traceback.
 _CONFIG_FILE_ERRORS = (ArithmeticError, AttributeError, ImportError, LookupError, NameError, OSError, TypeError, ValueError)
@@ -33,7 +33,7 @@ def load_config(
     description: str = "",
     example: str = "python -m tlt_jax.train --config=configs/quickstart.py --workdir=runs/quickstart --config.seed=1",
 ) -> tuple[ConfigDict, argparse.Namespace]:
-    """The checked, locked config and the flags (config, workdir, dry_run and what `extra_flags` adds to the parser).
+    """The checked, locked config and the flags (config, workdir and dry_run where the command has them, and what `extra_flags` adds to the parser).
 
     `argv` is without the program's name; --help shows `description` and `example`. A mistake of the user ends in SystemExit(2) and a message on stderr.
     """
@@ -45,8 +45,8 @@ def load_config(
         args, unknown = parser.parse_known_args(others)
         if unknown:
             raise SettingsError([_unknown_flag(parser, unknown[0])])
-        if command in _NEEDS_WORKDIR and not args.workdir and not args.dry_run:
-            raise SettingsError(["--workdir=DIR is needed: checkpoints, metrics and samples go there"])
+        if command in _HAS_WORKDIR and not args.workdir and not args.dry_run:
+            raise SettingsError(["--workdir=DIR is needed: the run's directory, with its checkpoints, metrics and samples"])
         config = config_from_file(args.config) if args.config else default_config()
         for name, text in overrides:
             override(config, name, text)
@@ -136,8 +136,11 @@ def _parser(command: str, description: str, example: str) -> argparse.ArgumentPa
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="FILE.py", help="Python file with get_config(); without it the defaults below are used")
-    parser.add_argument("--workdir", metavar="DIR", help="where checkpoints, metrics and samples go")
-    parser.add_argument("--dry_run", "--dry-run", action="store_true", help="print what would run, and end")
+    parser.set_defaults(workdir=None, dry_run=False)
+    if command in _HAS_WORKDIR:
+        parser.add_argument("--workdir", metavar="DIR", help="directory of the run: checkpoints, metrics and samples")
+    if command in _HAS_DRY_RUN:
+        parser.add_argument("--dry_run", "--dry-run", action="store_true", help="print what would run, and end")
     return parser
 
 

@@ -15,6 +15,9 @@ FROM_0, FROM_1, SHARE, BELOW_1 = (0, inf), (1, inf), (0, 1), (0, 0.9999999)
 FLOAT, AUTO_OR_FLOAT = ("float32", "bfloat16"), ("auto", "float32", "bfloat16")
 
 
+Config = ConfigDict  # the checked config as the rest of `training/` sees it: read, never changed
+
+
 class SettingsError(ValueError):
     """A config that cannot be run; the message holds every problem found, one a line."""
 

@@ -43,10 +43,12 @@ _NOT_BUILT_WORDS = {
 
 
 def validate(config: ConfigDict, *, command: str = "train") -> None:
-    """Raises SettingsError that lists every problem of the config at once; rules about updates are checked for `train` only."""
+    """Raises SettingsError that lists every problem of the config at once; rules about data and updates only for the commands that have them."""
     problems = _name_problems(config) or _type_problems(config)
     if not problems:
-        problems = _value_problems(config) + _data_problems(config) + _mesh_problems(config)
+        problems = _value_problems(config) + _mesh_problems(config)
+        if command not in ("generate", "export"):
+            problems += _data_problems(config, eval_path_is_enough=command == "evaluate")
         if command == "train":
             problems += _rollout_problems(config) + _algorithm_problems(config) + _batch_problems(config)
     if problems:
@@ -165,11 +167,11 @@ def _choice_problem(name: str, value: str, choices: tuple) -> str:
     return f"{name}={value} must be one of {', '.join(choices)}"
 
 
-def _data_problems(config) -> list[str]:
+def _data_problems(config, *, eval_path_is_enough: bool) -> list[str]:
     data, reward, scratch = config.data, config.reward, config.model.scratch
     from_file = data.task in ("gsm8k", "prompts")
     problems = _found(
-        (from_file and not data.path, f"data.task={data.task} needs data.path: a JSONL or parquet file, or a hub dataset id"),
+        (from_file and not (data.path or (eval_path_is_enough and data.eval_path)), f"data.task={data.task} needs data.path: a JSONL or parquet file, or a hub dataset id"),
         (not from_file and bool(data.path or data.eval_path), f"data.path and data.eval_path are not read by data.task={data.task}: set data.task=prompts"),
         (data.task == "reasoning_gym" and not data.reasoning_gym.name, "data.task=reasoning_gym needs data.reasoning_gym.name"),
         (not _is_json_object(data.reasoning_gym.kwargs), f"data.reasoning_gym.kwargs={data.reasoning_gym.kwargs} must be a JSON object"),

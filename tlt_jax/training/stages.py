@@ -7,8 +7,8 @@ import dataclasses
 import pathlib
 
 import jax
-from ml_collections import ConfigDict
 
+from tlt_jax.checkpoints.run_model import is_workdir, save_run_model
 from tlt_jax.checkpoints.run_state import RunStateStore
 from tlt_jax.rewards.pool import RewardPool
 from tlt_jax.runtime.policy_driver import Learner
@@ -19,6 +19,7 @@ from tlt_jax.training.evaluation import evaluate
 from tlt_jax.training.preemption import PreemptionSignal
 from tlt_jax.training.reporting import Reporter, ReportSettings, SilentReporter
 from tlt_jax.training.session import Session
+from tlt_jax.training.settings import Config
 from tlt_jax.training.settings_rules import batch_equation
 
 BEST_METRIC = "reward/heldout_accuracy"
@@ -44,7 +45,24 @@ class Run:
     heldout: list = dataclasses.field(default_factory=list)
 
 
-def run(config: ConfigDict, workdir: str) -> None:
+@dataclasses.dataclass
+class Stage:
+    """What a checkpoint of a stage holds: networks with their optimizers, the prompt order, and other trees (the reference)."""
+
+    name: str
+    learners: dict[str, Learner]
+    order: PromptOrder
+    extra: dict = dataclasses.field(default_factory=dict)
+
+    def arrays(self) -> dict:
+        """Every array of the checkpoint by item."""
+        arrays = dict(self.extra)
+        for name, learner in self.learners.items():
+            arrays |= {name: learner.params, f"{name}_optimizer": learner.opt_state}
+        return arrays
+
+
+def run(config: Config, workdir: str) -> None:
     """Train. Raises Preempted after a requested stop, and what the parts raise."""
     compile_counter()
     model = build.open_model(config, workdir)
@@ -56,6 +74,8 @@ def run(config: ConfigDict, workdir: str) -> None:
         best_metric=BEST_METRIC if held_out is not None else None)
     step = _resume_step(config, store)
     resumed = None if step is None else store.describe(step).host
+    if jax.process_index() == 0 and (resumed is None or not is_workdir(workdir)):
+        save_run_model(workdir, build.run_source(config, model, workdir))
     reporter = _reporter(config, workdir, resumed)
     with RewardPool(build.pool_settings(config), build.make_scorer(config, task)) as pool, PreemptionSignal() as signal:
         session = Session(config, workdir, model, task, held_out, meshes, build.make_drivers(config, model.spec, meshes), pool, reporter)
@@ -72,7 +92,7 @@ def _describe(task, name: str) -> str:
     return f"{name} data: {task.name}, {len(prompts)} prompts, longest {max(len(prompt.prompt_ids) for prompt in prompts)} tokens"
 
 
-def _resume_step(config: ConfigDict, store: RunStateStore) -> int | None:
+def _resume_step(config: Config, store: RunStateStore) -> int | None:
     newest = store.latest_valid_step()
     if config.checkpoint.resume == "never":
         if newest is not None:
@@ -81,7 +101,7 @@ def _resume_step(config: ConfigDict, store: RunStateStore) -> int | None:
     return newest if config.checkpoint.resume == "auto" else int(config.checkpoint.resume)
 
 
-def _reporter(config: ConfigDict, workdir: str, resumed: dict | None):
+def _reporter(config: Config, workdir: str, resumed: dict | None):
     if jax.process_index() != 0:
         return SilentReporter()
     settings = ReportSettings(
@@ -128,15 +148,16 @@ def _run_stages(whole: Run, step: int | None) -> None:
 
 def _run_sft(whole: Run, params, checkpoint: int | None):
     session, steps = whole.session, whole.session.config.stages.sft.steps
-    learner, order = sft.make_learner(session, params), _order(session)
-    done = _restore(whole, checkpoint, {"policy": learner}, order)
+    learner = sft.make_learner(session, params)
+    stage = Stage("sft", {"policy": learner}, _order(session))
+    done = _restore(whole, checkpoint, stage)
     session.reporter.start_stage("sft", steps)
 
     def on_step(number: int, metrics: dict) -> None:
         session.reporter.record(number, metrics)
-        _save_if_due(whole, "sft", number, {"policy": learner}, order, {})
+        _save_if_due(whole, stage, number, metrics)
 
-    sft.run(session, learner, order, done + 1, on_step)
+    sft.run(session, learner, stage.order, done + 1, on_step)
     return learner.params
 
 
@@ -145,9 +166,9 @@ def _run_rl(whole: Run, params, checkpoint: int | None):
     steps, every = config.stages.rl.steps, config.evaluation.every_steps
     trainer = rl.make_trainer(session, params, params, _order(session))
     learners = {"policy": trainer.policy} | ({"critic": trainer.critic} if trainer.critic else {})
-    extra = {} if trainer.reference is None else {"reference": trainer.reference}
-    done = _restore(whole, checkpoint, learners, trainer.order, extra)
-    trainer.reference = extra.get("reference")
+    stage = Stage("rl", learners, trainer.order, {} if trainer.reference is None else {"reference": trainer.reference})
+    done = _restore(whole, checkpoint, stage)
+    trainer.reference = stage.extra.get("reference")
     session.reporter.start_stage("rl", steps)
     if checkpoint is None and session.held_out is not None and config.evaluation.before:
         metrics = evaluate(session, trainer.policy.params, 0)
@@ -160,7 +181,7 @@ def _run_rl(whole: Run, params, checkpoint: int | None):
             whole.heldout.append((number, heldout[BEST_METRIC]))
             metrics |= heldout
         session.reporter.record(number, metrics)
-        _save_if_due(whole, "rl", number, learners, trainer.order, metrics, extra)
+        _save_if_due(whole, stage, number, metrics)
     return trainer.policy.params
 
 
@@ -168,46 +189,38 @@ def _order(session: Session) -> PromptOrder:
     return PromptOrder(len(session.task.prompts()), session.config.seed, shuffle=session.config.data.shuffle)
 
 
-def _arrays(learners: dict[str, Learner], extra: dict) -> dict:
-    arrays = dict(extra)
-    for name, learner in learners.items():
-        arrays |= {name: learner.params, f"{name}_optimizer": learner.opt_state}
-    return arrays
-
-
-def _restore(whole: Run, checkpoint: int | None, learners: dict[str, Learner], order: PromptOrder, extra: dict | None = None) -> int:
-    """Fill learners, order and `extra` from a checkpoint of this stage; returns the steps that are done."""
+def _restore(whole: Run, checkpoint: int | None, stage: Stage) -> int:
+    """Fill the stage's networks, order and trees from its checkpoint; returns the steps that are done."""
     if checkpoint is None:
         return 0
-    extra = {} if extra is None else extra
-    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), _arrays(learners, extra))
+    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), stage.arrays())
     arrays, host = whole.store.restore(checkpoint, like)
-    for name, learner in learners.items():
+    for name, learner in stage.learners.items():
         learner.params, learner.opt_state = arrays[name], arrays[f"{name}_optimizer"]
         learner.updates, learner.skipped, learner.skips_in_a_row = host["counters"][name]
-    extra |= {name: arrays[name] for name in extra}
-    order.restore(host["order"])
+    stage.extra = {name: arrays[name] for name in stage.extra}
+    stage.order.restore(host["order"])
     whole.heldout += [tuple(pair) for pair in host["heldout"]]
     return host["stage_step"]
 
 
-def _save_if_due(whole: Run, stage: str, number: int, learners: dict, order: PromptOrder, metrics: dict, extra: dict | None = None) -> None:
+def _save_if_due(whole: Run, stage: Stage, number: int, metrics: dict) -> None:
     """Save on the interval, at a stage's end and on a requested stop; raises Preempted after the last."""
     config, session = whole.session.config, whole.session
     failed = whole.store.check()
     if failed is not None:
         session.reporter.say(f"warning: {failed}; saving again now")
     stop = whole.signal.requested_anywhere()
-    last = number == config.stages[stage].steps
+    last = number == config.stages[stage.name].steps
     every = config.checkpoint.every_steps
     if not (failed or stop or last or (every and number % every == 0)):
         return
     host = {
-        "stage": stage, "stage_step": number, "order": order.state(), "config": _flat(config.to_dict()), "heldout": [list(pair) for pair in whole.heldout],
-        "counters": {name: [learner.updates, learner.skipped, learner.skips_in_a_row] for name, learner in learners.items()}}
+        "stage": stage.name, "stage_step": number, "order": stage.order.state(), "config": _flat(config.to_dict()), "heldout": [list(pair) for pair in whole.heldout],
+        "counters": {name: [learner.updates, learner.skipped, learner.skips_in_a_row] for name, learner in stage.learners.items()}}
     best = {BEST_METRIC: metrics[BEST_METRIC]} if BEST_METRIC in metrics else None
-    whole.store.save(whole.offset + number, _arrays(learners, extra or {}), host, best)
-    if stop or (last and stage == config.stages.order[-1]):
+    whole.store.save(whole.offset + number, stage.arrays(), host, best)
+    if stop or (last and stage.name == config.stages.order[-1]):
         failed = whole.store.wait()
         if failed is not None:
             raise failed

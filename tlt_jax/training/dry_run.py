@@ -1,0 +1,144 @@
+"""Says what `train` would do, and does none of it: resolved config, mesh and slices, data, batch equation, memory, programs.
+
+Reads the config, the model's headers and the data, and starts the backend; no array is placed and nothing is compiled. How memory is estimated stands in
+`memory_estimate.py`.
+"""
+
+import dataclasses
+import tempfile
+from collections.abc import Sequence
+
+import jax
+
+from tlt_jax.models import decoder
+from tlt_jax.runtime.rollout_driver import CACHE_BUCKETS, ROW_BUCKETS, SMALLEST_PREFILL, row_bucket
+from tlt_jax.scheduling.batching import length_bucket, power_bucket
+from tlt_jax.sharding.meshes import Meshes
+from tlt_jax.tasks.prompts import Prompt
+from tlt_jax.training import build, memory_estimate, rl
+from tlt_jax.training.experience import row_length
+from tlt_jax.training.memory_estimate import MemoryEstimate
+from tlt_jax.training.rollout_phase import check_lengths
+from tlt_jax.training.settings import Config, declared_keys, read_key
+from tlt_jax.training.settings_rules import batch_equation
+
+TARGET_WIDTHS = 4  # response columns of a micro-batch come in quarters of a row
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+    """The shapes that a run's lengths can lead to. Cache and prefill lengths in positions, rows in slots of one slice."""
+
+    rows: tuple[int, ...]
+    caches: tuple[int, ...]
+    prefills: tuple[int, ...]
+    train_rows: tuple[int, ...]
+
+
+def run(config: Config) -> int:
+    """Print the plan; 0, or 2 when a slice cannot hold the weights and one row. Raises what opening model and data raises."""
+    with tempfile.TemporaryDirectory() as scratch:
+        model = build.open_model(config, scratch)
+        task, held_out = build.make_tasks(config, model.tokenizer)
+        prompts = [*task.prompts(), *(held_out.prompts() if held_out is not None else ())]
+    check_lengths(model.spec, prompts, config.rollout.max_new_tokens, lambda prompt: f"{prompt.source}, row {prompt.row}")
+    meshes = build.make_meshes(config)
+    shapes = possible_shapes(config, prompts, len(meshes.slices))
+    memory = memory_estimate.estimate(config, model.spec, meshes, row_length=shapes.train_rows[-1], cache_length=shapes.caches[-1])
+    limit = memory_estimate.device_limit()
+    lengths = [len(prompt.prompt_ids) for prompt in prompts]
+    data = f"{len(task.prompts())} training and {len(held_out.prompts()) if held_out is not None else 0} held-out prompts of {task.name}"
+    sections = (
+        ("config", config_lines(config)),
+        ("devices", device_lines(config, meshes)),
+        ("model and data", [
+            f"{model.spec.family}, {_count_parameters(model):,} parameters, {model.spec.num_layers} layers, {model.spec.vocab_size} tokens, stop ids "
+            f"{', '.join(map(str, model.stop_ids))}", f"{data}, {min(lengths)} to {max(lengths)} tokens"]),
+        ("batch", [batch_equation(config)] if "rl" in config.stages.order else ["no RL stage"]),
+        ("memory of one device, in MiB (estimate)", memory_lines(memory, limit)),
+        ("programs (at most)", program_lines(config, shapes, len(meshes.slices))))
+    for title, lines in sections:
+        print(f"{title}\n" + "\n".join(f"  {line}" for line in lines))
+    if limit is not None and memory.smallest_slice > limit:
+        print(
+            f"a rollout slice does not fit: its weights and one row of cache need {memory.smallest_slice:,} bytes on each device, and there are {limit:,}; "
+            "raise mesh.rollout_tensor, or lower rollout.max_new_tokens or precision.rollout")
+        return 2
+    return 0
+
+
+def config_lines(config: Config) -> list[str]:
+    """Every key with its value; what differs from the default is marked."""
+    return [
+        f"{name}={','.join(value) if isinstance(value, tuple) else value!r}{'' if value == key.default else '   (changed)'}"
+        for name, key in declared_keys().items() for value in [read_key(config, name)]]
+
+
+def device_lines(config: Config, meshes: Meshes) -> list[str]:
+    """Devices, train mesh, slices and the dtypes that auto means here."""
+    devices, train, one = jax.devices(), meshes.train.shape, meshes.slices[0].shape
+    return [
+        f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform}) in {jax.process_count()} process{'es' if jax.process_count() > 1 else ''}",
+        f"train mesh: {' x '.join(f'{name}={size}' for name, size in train.items())}",
+        f"{meshes.publish.shape['slice']} rollout slices of {' x '.join(f'{name}={size}' for name, size in one.items())}, {config.rollout.slots} slots each",
+        f"weights {config.precision.params}, training {build.resolve_dtype(config, 'compute')}, rollout {build.resolve_dtype(config, 'rollout')}"]
+
+
+def possible_shapes(config: Config, prompts: Sequence[Prompt], slices: int) -> Shapes:
+    """Buckets between the shortest and the longest prompt; rows up to what a phase can give one slice."""
+    rollout = config.rollout
+    lengths = sorted({len(prompt.prompt_ids) for prompt in prompts})
+    sequences = max(
+        config.batch.prompts_per_step * config.algorithm.num_generations, min(len(prompts), config.evaluation.limit or len(prompts)) * config.evaluation.num_generations)
+    most = min(rollout.slots, -(-sequences // slices))
+    caches = sorted({length_bucket(length + rollout.max_new_tokens, CACHE_BUCKETS) for length in lengths})
+    longest = lengths[-1] + rollout.max_new_tokens
+    return Shapes(
+        rows=tuple(sorted({row_bucket(rows, rollout.slots) for rows in (1, most, *ROW_BUCKETS) if rows <= max(most, 1)})),
+        caches=tuple(caches),
+        prefills=tuple(sorted({min(power_bucket(length, SMALLEST_PREFILL), caches[-1]) for length in lengths})),
+        train_rows=tuple(sorted({row_length(length) for length in range(lengths[0] + 1, longest + 1)})))
+
+
+def program_lines(config: Config, shapes: Shapes, slices: int) -> list[str]:
+    """What can be compiled: a product of buckets each, of which a run meets the part that its lengths lead to."""
+    rows, caches, prefills = len(shapes.rows), len(shapes.caches), len(shapes.prefills)
+    kinds = {
+        "init": rows * caches, "advance": rows * caches, "admit": rows * (rows + 1) // 2 * caches * prefills, "gather": rows * (rows - 1) * caches}
+    lines = [
+        f"row buckets {_listed(shapes.rows)}; cache buckets {_listed(shapes.caches)}; prefill buckets {_listed(shapes.prefills)}",
+        f"one slice: {', '.join(f'{count} {name}' for name, count in kinds.items())} = {sum(kinds.values())}; x {slices} slices = {sum(kinds.values()) * slices}"]
+    shapes_of_training = len(shapes.train_rows) * TARGET_WIDTHS
+    algorithm = config.algorithm
+    passes = []
+    if "rl" in config.stages.order:
+        passes += ["policy update"] + (["critic update"] if algorithm.name == "ppo" and algorithm.critic == "separate" else [])
+        passes += ["log-probs"] if rl.needs_old_logprobs(config) or algorithm.beta > 0 else []
+        passes += ["values"] if algorithm.name == "ppo" else []
+    passes += ["supervised update"] if "sft" in config.stages.order else []
+    lines.append(f"training: row lengths {_listed(shapes.train_rows)} x at most {TARGET_WIDTHS} target widths for {', '.join(passes)} = "
+                 f"{shapes_of_training * len(passes)}; and one apply for each network, one publication")
+    return lines
+
+
+def memory_lines(memory: MemoryEstimate, limit: int | None) -> list[str]:
+    """The parts, the two phases, and what there is."""
+    parts = {field.name: vars(memory)[field.name] for field in dataclasses.fields(memory) if field.name != "kv_row"}
+    lines = [f"{name.replace('_', ' '):<16}{_mebibytes(size):>12}" for name, size in parts.items() if size]
+    there = "unknown on this backend" if limit is None else _mebibytes(limit)
+    lines.append(f"an update needs {_mebibytes(memory.training)}, a rollout {_mebibytes(memory.rollout)}; the device has {there}")
+    if limit is not None and max(memory.training, memory.rollout) > limit:
+        lines.append("this is more than there is: more fsdp or tensor, smaller batch.tokens_per_microbatch, precision.remat=True or fewer rollout.slots")
+    return lines
+
+
+def _count_parameters(model: build.Model) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(decoder.abstract_params(model.spec)))
+
+
+def _mebibytes(size: int) -> str:
+    return f"{size / 2**20:,.1f}"
+
+
+def _listed(values: Sequence[int]) -> str:
+    return ", ".join(map(str, values))
