@@ -53,6 +53,13 @@ def test_pass_at_k_is_unbiased_and_averaged_over_prompts_by_source(judged):
     assert x["cut_share"] == pytest.approx(1 / 8)
 
 
+def test_a_majority_of_nothing_is_not_a_wrong_answer():
+    judged = model_evaluation.verdicts([prompt(0, "x")], [completion(3), completion(4)], [scored(1, None), scored(1, None)])
+    found = model_evaluation.report(judged, 2)
+    assert found["overall"]["maj@2"] is None
+    assert "-" in model_evaluation.table(found | {"n": 2, "temperature": 1.0}).splitlines()[1].split()
+
+
 def test_a_prompt_whose_reward_failed_is_left_out_and_counted(judged):
     found = model_evaluation.report(judged, 4)
     assert (found["prompts"], found["prompts_not_judged"], found["sources"]["y"]["prompts"]) == (3, 1, 1)
@@ -73,13 +80,13 @@ def model(tmp_path, monkeypatch):
     every = jax.devices()
     monkeypatch.setattr(jax, "devices", lambda *_: every[:1])
     directory = tmp_path / "model"
-    directory.mkdir()
-    tokens = character_tokenizer(ALPHABET, str(directory)).size
+    tokens = character_tokenizer(ALPHABET, str(tmp_path / "tokenizer")).size
     spec = PolicySpec(
         family="llama", vocab_size=tokens, hidden_size=16, intermediate_size=8, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4,
         rope=RopeSpec("default", 10000.0), rms_norm_eps=1e-5, max_position_embeddings=64, tied=True, qkv_bias=False, output_bias=False, mlp_bias=False,
         qk_norm=False, windows=(None,))
     save_policy(directory, spec, decoder.init_params(spec, jax.random.key(0)))
+    character_tokenizer(ALPHABET, str(directory))
     (tmp_path / "reward.py").write_text("def score(prompt, response, answer, metadata):\n    return float(len(response) % 2)\n")
     return directory
 
@@ -107,6 +114,7 @@ def test_what_cannot_be_evaluated_is_refused(tmp_path, model, capsys):
     for more, words in (
         (["--harness=hellaswag"], "--harness=hellaswag: lm-evaluation-harness is not built"),
         (["--config.evaluation.temperature=0"], "gives 4 equal completions"),
+        ([f"--output={tmp_path}"], "is a directory"),
         (["--model="], "--model=DIR is needed"),
         (["--config.rollout.max_new_tokens=60"], "max_position_embeddings=64"),
         (["--config.data.task=prompts", "--config.data.eval_path=nowhere.jsonl"], "nowhere.jsonl"),

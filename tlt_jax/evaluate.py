@@ -7,6 +7,7 @@ import sys
 
 from absl import logging
 
+from tlt_jax.rewards.items import RewardError
 from tlt_jax.training.command_line import load_config
 
 DESCRIPTION = """Sample evaluation.num_generations completions of a task's held-out rows (data.eval_path, else data.path; generated tasks bring their own) at
@@ -23,7 +24,7 @@ def _flags(parser) -> None:
 def main(argv: list[str]) -> int:
     """Parse, check, evaluate; the exit code (0 done, 2 bad input, 130 interrupted)."""
     config, args = load_config(argv, extra_flags=_flags, command="evaluate", description=DESCRIPTION, example=EXAMPLE)
-    from tlt_jax.training import model_evaluation  # after the config is known to be good: importing jax takes seconds
+    from tlt_jax.training import generation, model_evaluation  # after the config is known to be good: importing jax takes seconds
 
     logging.set_verbosity(logging.WARNING)
     config.model.path = args.model or config.model.path
@@ -32,11 +33,13 @@ def main(argv: list[str]) -> int:
             raise ValueError(f"--harness={args.harness}: lm-evaluation-harness is not built in this version; leave --harness out")
         if config.model.path == "scratch":
             raise ValueError("--model=DIR is needed: a Hugging Face directory, a .gguf file, the workdir of a run or a hub id")
+        if args.output:
+            generation.refuse_output(args.output)
         found = model_evaluation.evaluate(config)
         print(model_evaluation.table(found))
         if args.output:
             model_evaluation.write_report(args.output, found)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RewardError) as error:
         print(f"python -m tlt_jax.evaluate: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -7,13 +7,16 @@ import sys
 
 from absl import logging
 
+from tlt_jax.rewards.items import RewardError
 from tlt_jax.training.command_line import load_config
 
 
 def main(argv: list[str]) -> int:
-    """Parse, check, train; the exit code (0 done, 2 bad input, 143 or 130 stopped on request after saving)."""
+    """Parse, check, train; the exit code (0 done, 2 bad input, 1 given up, 143 or 130 stopped on request after saving)."""
     config, args = load_config(argv, command="train", description="Train a reasoning model: supervised warm-up and reinforcement learning.")
-    from tlt_jax.training import dry_run, stages  # after the config is known to be good: importing jax takes seconds
+    from tlt_jax.checkpoints.run_state import SaveFailed  # after the config is known to be good: importing jax takes seconds
+    from tlt_jax.runtime.policy_driver import NonFiniteUpdates
+    from tlt_jax.training import dry_run, stages
 
     logging.set_verbosity(logging.WARNING)
     try:
@@ -23,9 +26,9 @@ def main(argv: list[str]) -> int:
     except stages.Preempted as stop:
         print(stop)
         return stop.exit_code
-    except (FileNotFoundError, ValueError) as error:
+    except (OSError, ValueError, RewardError, SaveFailed, NonFiniteUpdates) as error:
         print(f"python -m tlt_jax.train: error: {error}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, (SaveFailed, NonFiniteUpdates)) else 2
     return 0
 
 

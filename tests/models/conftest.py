@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import numpy as np
 import pytest
 
@@ -119,3 +120,11 @@ def frequencies_by_formula():
 @pytest.fixture(scope="session")
 def logits_by_formula():
     return reference_logits
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    """XLA without its costly optimisations: these tests compile more than they compute."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

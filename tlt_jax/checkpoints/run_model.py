@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+from absl import logging
 from etils import epath
 
 from tlt_jax.checkpoints.model_source import TOKENIZER_FILES, ModelSource, read_chat_template
@@ -50,7 +51,8 @@ def scratch_source(spec: PolicySpec, tokenizer_dir: str, ids: SpecialIds, *, dty
     special = {"bos_token_id": ids.begin, "eos_token_id": list(ids.stop), "pad_token_id": ids.pad}
     directory = epath.Path(tokenizer_dir)
     return ModelSource(
-        path=tokenizer_dir, file_dtype=dtype, stop_ids=ids.stop, pad_id=ids.pad, generation_config=special, config=config_from_spec(spec, dtype=dtype) | special,
+        path=tokenizer_dir, file_dtype=dtype, stop_ids=ids.stop, pad_id=ids.pad, generation_config=special,
+        config=config_from_spec(spec, dtype=dtype) | special,
         tokenizer_files=tuple(name for name in TOKENIZER_FILES if (directory / name).exists()), chat_template=read_chat_template(directory),
         tokenizer_dir=tokenizer_dir)
 
@@ -147,7 +149,12 @@ def _opened(workdir: str | os.PathLike[str]) -> Iterator[RunStateStore]:
     root = epath.Path(workdir).expanduser() / CHECKPOINTS
     if not root.exists():
         raise FileNotFoundError(f"{root.parent} has no checkpoint yet: the run has not saved")
-    store = RunStateStore(root, read_only=True)
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.ERROR)  # Orbax warns that what is opened for reading is opened for reading
+    try:
+        store = RunStateStore(root, read_only=True)
+    finally:
+        logging.set_verbosity(verbosity)
     try:
         yield store
     finally:

@@ -133,12 +133,11 @@ def accumulate(objective, params: dict, totals: tuple, batch: PackedBatch) -> tu
     return jax.tree.map(jnp.add, totals, new)
 
 
-def apply_update(optimizer: optax.GradientTransformation, params: dict, opt_state, totals: tuple) -> tuple:
-    """One optimizer step from the totals of all micro-batches: (params, opt_state, stats).
+def apply_update(optimizer: optax.GradientTransformation, params: dict, opt_state, gradients: dict, loss: WeightedMean, metrics: dict) -> tuple:
+    """One optimizer step from the totals of all micro-batches (see `accumulate`): (params, opt_state, stats).
 
     An update with a non-finite gradient, or with no token at all, changes nothing; `stats["skipped"]` is 1 for the former.
     """
-    gradients, loss, metrics = totals
     gradients = jax.tree.map(lambda leaf: leaf / jnp.maximum(loss.weight, 1e-8), gradients)
     norm = optax.global_norm(gradients)
     finite = jnp.isfinite(norm) & jnp.isfinite(loss.sum)

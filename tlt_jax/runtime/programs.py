@@ -141,7 +141,7 @@ class LearnerPrograms:
 
     def apply(self, params, opt_state, totals):
         """(params, opt_state, stats)."""
-        return self._apply(params, opt_state, totals)
+        return self._apply(params, opt_state, *totals)
 
 
 def score_program(mesh: Mesh, score):

@@ -69,6 +69,15 @@ def completion(row: Row, code: int, version: int) -> Completion:
         finish_reason=FINISH_REASONS[code], policy_version=version, forwards=row.forwards)
 
 
+def check_request(request: Request, length: int) -> None:
+    """ValueError for a request that has no prompt, asks for no token, or may grow past the `length` that the phase was started with."""
+    prompt = len(request.prompt_ids)
+    if not prompt or request.max_new_tokens < 1 or prompt + request.max_new_tokens > length:
+        raise ValueError(
+            f"request {request.index} has a prompt of {prompt} tokens and max_new_tokens={request.max_new_tokens}: both must be at least 1, and together at "
+            f"most {length}, the length that this rollout phase was started with.")
+
+
 class RolloutDriver:
     """Host side of one slice during a rollout phase."""
 
@@ -82,8 +91,9 @@ class RolloutDriver:
     def start(self, params, version: int, sampling: SamplingParams, stop_ids: tuple[int, ...], length: int) -> None:
         """Begin a phase with published parameters; `length` bounds prompt plus response of every request to come."""
         whole = replicated(self.programs.mesh)
-        self.params, self.version = params, version
-        self.length = batching.length_bucket(length, CACHE_BUCKETS)
+        self.params, self.version, self.limit = params, version, length
+        # A cache longer than the model's limit would be refused under dynamic RoPE, and is never needed.
+        self.length = min(batching.length_bucket(length, CACHE_BUCKETS), max(length, self.programs.spec.max_position_embeddings))
         stops = np.full((max(8, len(stop_ids)),), -1, np.int32)
         stops[: len(stop_ids)] = stop_ids
         self.sampling = movement.to_device(sampling, SamplingParams(whole, whole, whole, whole, whole))
@@ -138,6 +148,8 @@ class RolloutDriver:
         return finished
 
     def _admit(self, requests: list[Request]) -> None:
+        for request in requests:
+            check_request(request, self.limit)
         self._fit(max(self.active + len(requests), len(self.rows)))
         by_prompt = collections.defaultdict(list)
         for request in requests:

@@ -1,6 +1,6 @@
-"""Generated arithmetic with a worked solution, for the quickstart: `4*3-7+5=?` -> `4*3=12`, `12-7=5`, `5+5=10`, `#### 10`, a line each.
+"""Generated arithmetic with a worked solution, for the quickstart: `47-8+5=?` -> `47-8=39`, `39+5=44`, `#### 44`, a line each.
 
-A problem is a chain of 1 to `max_steps` operations on one-digit numbers; every value on the way is 0 to 99. Multiplication comes first if at all,
+A problem is a number up to 99 and a chain of 1 to `max_steps` operations with one-digit numbers; every value on the way is 0 to 99. Multiplication comes first if at all,
 so that working from the left is also the rule of school. The number of steps has a power-law tail, and with it the length of a right response.
 
 A problem depends on (seed, split, index) only. A text belongs to one split for every seed (by its hash), so held-out problems are
@@ -33,16 +33,20 @@ _OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 
 @dataclasses.dataclass(frozen=True)
 class ArithmeticSettings:
-    """`n` steps are drawn with weight `n ** -tail_exponent`: smaller = longer tail. Operands are 1 to `operand_max`."""
+    """`n` steps are drawn with weight `n ** -tail_exponent`: smaller = longer tail. The first number is 1 to `start_max`, operands are 1 to `operand_max`.
+
+    A small `start_max` leaves so few short problems that a model learns them by heart and fails on the held-out ones.
+    """
 
     max_steps: int = 6
     tail_exponent: float = 1.5
+    start_max: int = 9
     operand_max: int = 9
     multiply_share: float = 0.2  # share of the problems that start with a multiplication
 
     def __post_init__(self):
-        if self.max_steps < 1 or not 1 <= self.operand_max <= 9 or self.tail_exponent < 0 or not 0 <= self.multiply_share <= 1:
-            raise ValueError(f"{self}: max_steps >= 1, operand_max 1 to 9, tail_exponent >= 0 and multiply_share 0 to 1 are expected")
+        if self.max_steps < 1 or not 1 <= self.start_max <= LARGEST or not 1 <= self.operand_max <= 9 or self.tail_exponent < 0 or not 0 <= self.multiply_share <= 1:
+            raise ValueError(f"{self}: max_steps >= 1, start_max 1 to 99, operand_max 1 to 9, tail_exponent >= 0 and multiply_share 0 to 1 are expected")
 
 
 def problem(settings: ArithmeticSettings, seed: int, index: int) -> str:
@@ -63,10 +67,11 @@ def is_held_out(question: str) -> bool:
 def _chain(settings: ArithmeticSettings, draw: Callable[[], float]) -> str:
     """A question from numbers in [0, 1), drawn one after the other."""
     steps = 1 + bisect.bisect(_step_shares(settings), draw())
-    value = 1 + int(draw() * settings.operand_max)
+    first, multiplies = draw(), draw() < settings.multiply_share
+    value = 1 + int(first * (settings.operand_max if multiplies else settings.start_max))
     text = str(value)
     for step in range(steps):
-        if step == 0 and draw() < settings.multiply_share:
+        if step == 0 and multiplies:
             sign, operand = "*", _MULTIPLIERS[int(draw() * len(_MULTIPLIERS))]
         else:
             operand = 1 + int(draw() * settings.operand_max)

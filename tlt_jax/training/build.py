@@ -139,7 +139,7 @@ def make_tasks(config: Config, tokenizer: Tokenizer) -> tuple[Task, Task | None]
     columns = {name: value for name, value in data.columns.to_dict().items() if value}
 
     def arithmetic(size: int, split: str):
-        problems = ArithmeticSettings(max_steps=data.arithmetic.max_steps, tail_exponent=data.arithmetic.tail_exponent)
+        problems = ArithmeticSettings(max_steps=data.arithmetic.max_steps, start_max=data.arithmetic.start_max, tail_exponent=data.arithmetic.tail_exponent)
         return ArithmeticTask(tokenizer, size, config.seed, split, problems, settings)
 
     def reasoning_gym(seed: int):
@@ -165,6 +165,8 @@ def make_scorer(config: Config, task: Task) -> Scorer:
     if kind == "task":
         return Scorer("callable", {"function": TaskScorer(task.scorer)})
     if kind == "user":
+        if not pathlib.Path(config.reward.path).expanduser().is_file():
+            raise FileNotFoundError(f"reward.path={config.reward.path}: there is no such file")
         return Scorer("user", {"path": config.reward.path, "function": config.reward.function})
     return Scorer(kind)
 

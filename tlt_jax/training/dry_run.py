@@ -88,9 +88,9 @@ def possible_shapes(config: Config, prompts: Sequence[Prompt], slices: int) -> S
     """Buckets between the shortest and the longest prompt; rows up to what a phase can give one slice."""
     rollout = config.rollout
     lengths = sorted({len(prompt.prompt_ids) for prompt in prompts})
-    sequences = max(
-        config.batch.prompts_per_step * config.algorithm.num_generations, min(len(prompts), config.evaluation.limit or len(prompts)) * config.evaluation.num_generations)
-    most = min(rollout.slots, -(-sequences // slices))
+    trained = config.batch.prompts_per_step * config.algorithm.num_generations
+    evaluated = min(len(prompts), config.evaluation.limit or len(prompts)) * config.evaluation.num_generations
+    most = min(rollout.slots, -(-max(trained, evaluated) // slices))
     caches = sorted({length_bucket(length + rollout.max_new_tokens, CACHE_BUCKETS) for length in lengths})
     longest = lengths[-1] + rollout.max_new_tokens
     return Shapes(
@@ -107,7 +107,8 @@ def program_lines(config: Config, shapes: Shapes, slices: int) -> list[str]:
         "init": rows * caches, "advance": rows * caches, "admit": rows * (rows + 1) // 2 * caches * prefills, "gather": rows * (rows - 1) * caches}
     lines = [
         f"row buckets {_listed(shapes.rows)}; cache buckets {_listed(shapes.caches)}; prefill buckets {_listed(shapes.prefills)}",
-        f"one slice: {', '.join(f'{count} {name}' for name, count in kinds.items())} = {sum(kinds.values())}; x {slices} slices = {sum(kinds.values()) * slices}"]
+        f"one slice: {', '.join(f'{count} {name}' for name, count in kinds.items())} = {sum(kinds.values())}; "
+        f"x {slices} slices = {sum(kinds.values()) * slices}"]
     shapes_of_training = len(shapes.train_rows) * TARGET_WIDTHS
     algorithm = config.algorithm
     passes = []

@@ -157,16 +157,16 @@ def output_row(config: Config, model: build.Model, given: tuple[Row, Prompt], co
     has_text = model.tokenizer is not None
     rollout = config.rollout
     truncated = {"sampling_logprobs": completion.sampling_logprobs} if rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0 else {}
+    text = response_text(model.tokenizer, completion) if has_text else None
     return {
         "id": identity, "sample": completion.request.sample, "prompt": prompt.text if has_text else None, "prompt_ids": prompt.prompt_ids,
-        "token_ids": completion.token_ids, "logprobs": completion.logprobs, **truncated, "text": response_text(model.tokenizer, completion) if has_text else None,
-        "finish_reason": completion.finish_reason, "accept_length": completion.accept_length}
+        "token_ids": completion.token_ids, "logprobs": completion.logprobs, **truncated, "text": text, "finish_reason": completion.finish_reason,
+        "accept_length": completion.accept_length}
 
 
-def refuse_output(output_path: str, prompts_path: str) -> None:
+def refuse_output(output_path: str, prompts_path: str | None = None) -> None:
     """Raises OSError when the output cannot become a file: it is a directory, or the file of prompts itself."""
-    output = epath.Path(output_path)
-    if output.is_dir():
-        raise IsADirectoryError(f"--output={output_path} is a directory; name a file, such as {output / 'completions.jsonl'}")
-    if os.path.abspath(output_path) == os.path.abspath(prompts_path):
+    if epath.Path(output_path).is_dir():
+        raise IsADirectoryError(f"--output={output_path} is a directory; name a file in it")
+    if prompts_path is not None and os.path.abspath(output_path) == os.path.abspath(prompts_path):
         raise FileExistsError(f"--output={output_path} is the file of prompts; it would be replaced")

@@ -8,13 +8,13 @@ since the compiler decides what it keeps:
     other networks  reference model when algorithm.beta > 0; separate critic with its optimizer's state for ppo
     compute copy    the parameters in precision.compute when that differs from precision.params
     activations     N · (L · layer + 2 · D · b) + head, N = tokens_per_microbatch / (data · fsdp), b = bytes of precision.compute
-                    layer = b · (4 D + (2 H C + 2 K C + 3 F) / tensor) + 8 · H / tensor · min(T, 1024), the last term being float32 attention scores and
-                    weights of rows of T tokens; with precision.remat: b · D a layer, and one whole layer; head = 3 · 256 · V / tensor · 4 for the log-probs
-                    of 256 positions
+                    layer = b · (4 D + (2 H C + 2 K C + 3 F) / tensor) + 8 · H / tensor · min(T, 1024), where the last term is the float32 scores
+                    and weights of attention in rows of T tokens; with precision.remat: b · D a layer, and one whole layer
+                    head = 3 · 256 · V / tensor · 4 for the log-probs of 256 positions
     rollout weights the slice's copy in precision.rollout
-    KV cache        `slots` rows of the longest sequence's bucket: 2 · L · K · C a position
+    KV cache        `slots` rows of the longest sequence's bucket: 2 · L · K · C numbers a position; the short-lived cache of a prefill is not counted
 
-Training needs parameters + gradients + other networks + compute copy + activations at once; a rollout needs parameters, other networks, its weights and the cache.
+Training needs parameters, gradients, other networks, compute copy and activations at once; a rollout needs parameters, other networks, weights and cache.
 """
 
 import dataclasses
@@ -72,8 +72,9 @@ def estimate(config: Config, spec: PolicySpec, meshes: Meshes, *, row_length: in
     optimizer = make_optimizer(build.optimizer_settings(config, config.optimizer.lr, max(config.stages.rl.steps, 1)))
     held = _on_train_mesh(meshes, params)
     state = _on_train_mesh(meshes, jax.eval_shape(optimizer.init, params))
-    trains_critic = "rl" in config.stages.order and config.algorithm.name == "ppo" and config.algorithm.critic == "separate"
-    others = held * (config.algorithm.beta > 0) + (held + state) * trains_critic
+    reinforced = "rl" in config.stages.order
+    trains_critic = reinforced and config.algorithm.name == "ppo" and config.algorithm.critic == "separate"
+    others = held * (reinforced and config.algorithm.beta > 0) + (held + state) * trains_critic
     totals = _on_train_mesh(meshes, decoder.abstract_params(spec, "float32"))
     copy = _on_train_mesh(meshes, decoder.abstract_params(spec, compute)) if compute != dtype else 0
     on_slice = decoder.abstract_params(spec, build.resolve_dtype(config, "rollout"))

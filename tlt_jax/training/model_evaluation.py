@@ -44,7 +44,7 @@ def evaluate(config: Config) -> dict:
     settings = config.evaluation
     n = settings.num_generations
     if n > 1 and settings.temperature == 0:
-        raise ValueError(f"evaluation.num_generations={n} at evaluation.temperature=0 gives {n} equal completions; set evaluation.temperature, usually to 0.6 … 1")
+        raise ValueError(f"evaluation.num_generations={n} at evaluation.temperature=0 gives {n} equal completions; set evaluation.temperature above 0")
     model = build.open_checkpoint(config)
     if model.tokenizer is None:
         raise ValueError(f"{model.source.path} has no tokenizer files; a task cannot be read without them")
@@ -109,15 +109,17 @@ def _ks(n: int) -> list[int]:
     return sorted({1 << power for power in range(n.bit_length())} | {n})
 
 
-def _numbers(known: Sequence[Verdict], n: int) -> dict[str, float]:
+def _numbers(known: Sequence[Verdict], n: int) -> dict[str, float | None]:
     passed = {k: [pass_at_k(n, sum(verdict.right), k) for verdict in known] for k in _ks(n)}
     spread = float(np.std(passed[1], ddof=1)) / math.sqrt(len(known)) if len(known) > 1 else None
+    parsed = any(prediction is not None for verdict in known for prediction in verdict.predictions)
+    majority = [majority_right(list(verdict.predictions), list(verdict.right)) for verdict in known]
     return {
         "prompts": len(known),
         **{f"pass@{k}": float(np.mean(values)) for k, values in passed.items()},
         "pass@1_stderr": spread,
         f"avg@{n}": float(np.mean([np.mean(verdict.right) for verdict in known])),
-        f"maj@{n}": float(np.mean([majority_right(list(verdict.predictions), list(verdict.right)) for verdict in known])),
+        f"maj@{n}": float(np.mean(majority)) if parsed else None,  # rewards that name no parsed answer leave nothing to vote on
         "reward_mean": float(np.mean([verdict.rewards for verdict in known])),
         "cut_share": float(np.mean([verdict.cut for verdict in known]))}
 
@@ -135,16 +137,17 @@ def table(found: dict) -> str:
     names = [name for name in found["overall"] if name not in ("prompts", "pass@1_stderr")]
     rows = [("source", "prompts", *names)]
     for source, numbers in [*found["sources"].items(), *([("all", found["overall"])] if len(found["sources"]) > 1 else [])]:
-        rows.append((source, str(numbers["prompts"]), *(f"{numbers[name]:.4f}" for name in names)))
+        rows.append((source, str(numbers["prompts"]), *("-" if numbers[name] is None else f"{numbers[name]:.4f}" for name in names)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]) for row in rows]
     error = found["overall"]["pass@1_stderr"]
-    lines.append(f"n={found['n']} at temperature {found['temperature']:g}" + (f"; pass@1 ± {error:.4f} (standard error over prompts)" if error is not None else ""))
+    spread = "" if error is None else f"; pass@1 ± {error:.4f} (standard error over prompts)"
+    lines.append(f"n={found['n']} at temperature {found['temperature']:g}{spread}")
     for name, numbers in found["lengths"].items():
         if numbers["count"]:
             lines.append(
-                f"{name}: {numbers['count']} answers, {numbers['mean']:.0f} tokens on average, median {numbers['median']:.0f}, 90 % below {numbers['p90']:.0f}, "
-                f"longest {numbers['max']}")
+                f"{name}: {numbers['count']} answers, {numbers['mean']:.0f} tokens on average, median {numbers['median']:.0f}, "
+                f"90 % below {numbers['p90']:.0f}, longest {numbers['max']}")
     if found["prompts_not_judged"]:
         lines.append(f"{found['prompts_not_judged']} prompts are left out: their reward failed")
     return "\n".join(lines)

@@ -78,6 +78,7 @@ def needs_old_logprobs(config) -> bool:
 def run_step(session: Session, trainer: Trainer, step: int) -> dict[str, float]:
     """One RL step; its metrics."""
     config, timing, compiles = session.config, rl_metrics.Stopwatch(), compile_counter().count
+    verdicts = dict(session.pool.counts)
     prompts = [session.task.prompts()[index] for index in trainer.order.draw(config.batch.prompts_per_step)]
     with timing.of("publish"):
         views = session.publish({name: leaf for name, leaf in trainer.policy.params.items() if name != VALUE_HEAD})
@@ -96,7 +97,7 @@ def run_step(session: Session, trainer: Trainer, step: int) -> dict[str, float]:
         session.reporter.phase("update")
         stats = _update(config, trainer, trajectories, packing, step)
     session.reporter.record_samples(step, samples_of(session, scorer, sequence_advantages))
-    metrics = rl_metrics.of_rollout(scorer, timing) | rl_metrics.of_updates(stats) | rl_metrics.of_pool(session.pool)
+    metrics = rl_metrics.of_rollout(scorer, timing) | rl_metrics.of_updates(stats) | rl_metrics.of_pool(session.pool, verdicts)
     metrics |= {"policy/lr": float(learning_rate(build.optimizer_settings(config, config.optimizer.lr, config.stages.rl.steps * updates_per_step(config)))(
         max(trainer.policy.updates - 1, 0))), "perf/compiles": compile_counter().count - compiles, "data/epoch": trainer.order.epoch}
     return metrics

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -72,6 +72,7 @@ def of_updates(stats: list[dict[str, float]]) -> dict[str, float]:
     return metrics
 
 
-def of_pool(pool: RewardPool) -> dict[str, float]:
-    """Errors and time-outs of the reward since the run started."""
-    return {"reward/errors": pool.counts["errors"] - pool.counts["timeouts"], "reward/timeouts": pool.counts["timeouts"]}
+def of_pool(pool: RewardPool, before: Mapping[str, int]) -> dict[str, float]:
+    """Errors and time-outs of the reward since its counts were `before`."""
+    errors, timeouts = (pool.counts[name] - before.get(name, 0) for name in ("errors", "timeouts"))
+    return {"reward/errors": errors - timeouts, "reward/timeouts": timeouts}

@@ -31,16 +31,24 @@ class Session:
     pool: RewardPool
     reporter: Reporter
     publisher: Publisher | None = None
+    published: int = 0  # versions of the policy that were published before this process
 
     def publish(self, params) -> list:
         """Weights to every slice under a new version."""
         if self.publisher is None:
             self.publisher = Publisher(self.meshes, params, build.resolve_dtype(self.config, "rollout"))
+            self.publisher.version = self.published
         return self.publisher.publish(params)
+
+    @property
+    def policy_version(self) -> int:
+        """The version published last, counted over all processes of the run."""
+        return self.published if self.publisher is None else self.publisher.version
 
     def packing(self, longest: int) -> Packing:
         """Micro-batches for sequences of at most `longest` tokens."""
-        return Packing(self.config.batch.tokens_per_microbatch, batch_rows_multiple(self.meshes.train), row_length(longest))
+        budget, rows = self.config.batch.tokens_per_microbatch, batch_rows_multiple(self.meshes.train)
+        return Packing(budget, rows, min(row_length(longest), max(longest, budget // rows)))
 
     def generate(self, views: list, prompts: list[Prompt], phase: Phase) -> StepScorer:
         """Roll out `phase.generations` completions of every prompt on the published `views` and score them on the way."""

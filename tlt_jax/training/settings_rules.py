@@ -170,8 +170,9 @@ def _choice_problem(name: str, value: str, choices: tuple) -> str:
 def _data_problems(config, *, eval_path_is_enough: bool) -> list[str]:
     data, reward, scratch = config.data, config.reward, config.model.scratch
     from_file = data.task in ("gsm8k", "prompts")
+    has_rows = bool(data.path or (eval_path_is_enough and data.eval_path))
     problems = _found(
-        (from_file and not (data.path or (eval_path_is_enough and data.eval_path)), f"data.task={data.task} needs data.path: a JSONL or parquet file, or a hub dataset id"),
+        (from_file and not has_rows, f"data.task={data.task} needs data.path: a JSONL or parquet file, or a hub dataset id"),
         (not from_file and bool(data.path or data.eval_path), f"data.path and data.eval_path are not read by data.task={data.task}: set data.task=prompts"),
         (data.task == "reasoning_gym" and not data.reasoning_gym.name, "data.task=reasoning_gym needs data.reasoning_gym.name"),
         (not _is_json_object(data.reasoning_gym.kwargs), f"data.reasoning_gym.kwargs={data.reasoning_gym.kwargs} must be a JSON object"),

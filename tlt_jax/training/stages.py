@@ -9,15 +9,18 @@ import pathlib
 import jax
 
 from tlt_jax.checkpoints.run_model import is_workdir, save_run_model
-from tlt_jax.checkpoints.run_state import RunStateStore
+from tlt_jax.checkpoints.run_state import RunStateStore, StepDescription
 from tlt_jax.rewards.pool import RewardPool
 from tlt_jax.runtime.policy_driver import Learner
 from tlt_jax.runtime.programs import compile_counter
-from tlt_jax.tasks.prompts import PromptOrder
+from tlt_jax.sharding.rules import batch_rows_multiple
+from tlt_jax.tasks.prompts import PromptOrder, Task
 from tlt_jax.training import build, rl, sft
 from tlt_jax.training.evaluation import evaluate
 from tlt_jax.training.preemption import PreemptionSignal
+from tlt_jax.training.profiling import StepProfile
 from tlt_jax.training.reporting import Reporter, ReportSettings, SilentReporter
+from tlt_jax.training.rollout_phase import check_lengths
 from tlt_jax.training.session import Session
 from tlt_jax.training.settings import Config
 from tlt_jax.training.settings_rules import batch_equation
@@ -68,15 +71,21 @@ def run(config: Config, workdir: str) -> None:
     model = build.open_model(config, workdir)
     task, held_out = build.make_tasks(config, model.tokenizer)
     lines = [_describe(one, name) for one, name in ((task, "training"), (held_out, "held-out")) if one is not None]
+    check_data(config, model, task, held_out)
     meshes = build.make_meshes(config)
+    _check_budget(config, task, batch_rows_multiple(meshes.train))
     store = RunStateStore(
         pathlib.Path(workdir) / "checkpoints", keep=config.checkpoint.keep, async_save=config.checkpoint.async_save,
         best_metric=BEST_METRIC if held_out is not None else None)
     step = _resume_step(config, store)
-    resumed = None if step is None else store.describe(step).host
+    resumed = None if step is None else _check_stages(config, store, store.describe(step))
     if jax.process_index() == 0 and (resumed is None or not is_workdir(workdir)):
         save_run_model(workdir, build.run_source(config, model, workdir))
     reporter = _reporter(config, workdir, resumed)
+    if resumed is not None and _is_finished(config, resumed):
+        _say_finished(reporter, workdir, step, resumed)
+        store.close()
+        return
     with RewardPool(build.pool_settings(config), build.make_scorer(config, task)) as pool, PreemptionSignal() as signal:
         session = Session(config, workdir, model, task, held_out, meshes, build.make_drivers(config, model.spec, meshes), pool, reporter)
         try:
@@ -90,6 +99,52 @@ def run(config: Config, workdir: str) -> None:
 def _describe(task, name: str) -> str:
     prompts = task.prompts()
     return f"{name} data: {task.name}, {len(prompts)} prompts, longest {max(len(prompt.prompt_ids) for prompt in prompts)} tokens"
+
+
+def check_data(config: Config, model: build.Model, task: Task, held_out: Task | None) -> None:
+    """Raises ValueError for prompts that the model or the batch cannot take, and for a row without a worked answer to warm up on."""
+    prompts, stages = task.prompts(), config.stages
+    if "rl" in stages.order:
+        drawn = [*prompts, *(held_out.prompts() if held_out is not None else ())]
+        check_lengths(model.spec, drawn, config.rollout.max_new_tokens, lambda prompt: f"{prompt.source}, row {prompt.row}")
+    for stage, key, count in (("rl", "batch.prompts_per_step", config.batch.prompts_per_step), ("sft", "stages.sft.batch", stages.sft.batch)):
+        if stage in stages.order and count > len(prompts):
+            raise ValueError(f"{key}={count} different prompts are drawn for a step and the training data hold {len(prompts)}: lower it, or add rows")
+    for prompt in prompts if "sft" in stages.order else ():
+        task.worked_solution(prompt)
+
+
+def _check_budget(config: Config, task: Task, rows: int) -> None:
+    """`rows` sequences, one for each device that shares the batch, have to fit into a micro-batch."""
+    longest = max(len(prompt.prompt_ids) for prompt in task.prompts()) + config.rollout.max_new_tokens
+    if "rl" in config.stages.order and rows * longest > config.batch.tokens_per_microbatch:
+        raise ValueError(
+            f"batch.tokens_per_microbatch={config.batch.tokens_per_microbatch} cannot hold one sequence of {longest} tokens (longest prompt + "
+            f"rollout.max_new_tokens) for each of the {rows} devices that share the batch: raise it to at least {rows * longest}")
+
+
+def _check_stages(config: Config, store: RunStateStore, described: StepDescription) -> dict:
+    """The host values of a checkpoint; ValueError unless the stages up to its own are those of the config."""
+    stage, saved, now = described.host["stage"], described.host["config"]["stages.order"], list(config.stages.order)
+    reached = saved[: saved.index(stage) + 1]
+    if now[: len(reached)] != reached:
+        raise ValueError(
+            f"checkpoint {described.step} in {store.directory} was saved in stage {stage} of stages.order={','.join(saved)}, which "
+            f"stages.order={','.join(now)} does not continue: keep {','.join(reached)} in front, or use another --workdir")
+    return described.host
+
+
+def _is_finished(config: Config, resumed: dict) -> bool:
+    stage = config.stages.order[-1]
+    return resumed["stage"] == stage and resumed["stage_step"] >= config.stages[stage].steps
+
+
+def _say_finished(reporter: Reporter | SilentReporter, workdir: str, step: int, resumed: dict) -> None:
+    stage = resumed["stage"]
+    reporter.say(f"this run is finished: checkpoint {step} holds step {resumed['stage_step']} of its last stage, {stage}; nothing was done")
+    _say_accuracy(reporter, resumed["heldout"])
+    reporter.say(f"raise stages.{stage}.steps to train on, or export the model: python -m tlt_jax.export --workdir={workdir} --output={workdir}/export")
+    reporter.close()
 
 
 def _resume_step(config: Config, store: RunStateStore) -> int | None:
@@ -135,14 +190,16 @@ def _flat(values: dict, prefix: str = "") -> dict:
 
 def _run_stages(whole: Run, step: int | None) -> None:
     session, config = whole.session, whole.session.config
-    stages = list(config.stages.order)
-    first = stages.index(whole.resumed["stage"]) if whole.resumed else 0
+    stages, done = list(config.stages.order), 0
+    if whole.resumed:
+        # From the checkpoint and not from the config: an earlier stage may have had another number of steps.
+        done = whole.resumed["stage_step"]
+        stages, whole.offset = stages[stages.index(whole.resumed["stage"]) :], step - done
     params = build.make_params(config, session.model, session.meshes)
-    for number, stage in enumerate(stages):
-        if number >= first:
-            checkpoint = step if whole.resumed and number == first else None
-            params = {"sft": _run_sft, "rl": _run_rl}[stage](whole, params, checkpoint)
-        whole.offset += config.stages[stage].steps
+    for stage in stages:
+        params = {"sft": _run_sft, "rl": _run_rl}[stage](whole, params, step)
+        whole.offset += max(config.stages[stage].steps, done)
+        step, done = None, 0
     _finish(whole)
 
 
@@ -174,14 +231,18 @@ def _run_rl(whole: Run, params, checkpoint: int | None):
         metrics = evaluate(session, trainer.policy.params, 0)
         whole.heldout.append((0, metrics[BEST_METRIC]))
         session.reporter.record(0, metrics)
-    for number in range(done + 1, steps + 1):
-        metrics = rl.run_step(session, trainer, number)
-        if session.held_out is not None and (number == steps or (every and number % every == 0)):
-            heldout = evaluate(session, trainer.policy.params, number)
-            whole.heldout.append((number, heldout[BEST_METRIC]))
-            metrics |= heldout
-        session.reporter.record(number, metrics)
-        _save_if_due(whole, stage, number, metrics)
+    profiler = config.profiler
+    with StepProfile(f"{session.workdir}/profile", profiler.start_step, profiler.steps) as profile:
+        for number in range(done + 1, steps + 1):
+            profile.before(number)
+            metrics = rl.run_step(session, trainer, number)
+            profile.after(number)
+            if session.held_out is not None and (number == steps or (every and number % every == 0)):
+                heldout = evaluate(session, trainer.policy.params, number)
+                whole.heldout.append((number, heldout[BEST_METRIC]))
+                metrics |= heldout
+            session.reporter.record(number, metrics)
+            _save_if_due(whole, stage, number, metrics)
     return trainer.policy.params
 
 
@@ -201,6 +262,7 @@ def _restore(whole: Run, checkpoint: int | None, stage: Stage) -> int:
     stage.extra = {name: arrays[name] for name in stage.extra}
     stage.order.restore(host["order"])
     whole.heldout += [tuple(pair) for pair in host["heldout"]]
+    whole.session.published = host["policy_version"]
     return host["stage_step"]
 
 
@@ -216,7 +278,7 @@ def _save_if_due(whole: Run, stage: Stage, number: int, metrics: dict) -> None:
     if not (failed or stop or last or (every and number % every == 0)):
         return
     host = {
-        "stage": stage.name, "stage_step": number, "order": stage.order.state(), "config": _flat(config.to_dict()), "heldout": [list(pair) for pair in whole.heldout],
+        "stage": stage.name, "stage_step": number, "policy_version": session.policy_version, "order": stage.order.state(), "config": _flat(config.to_dict()), "heldout": [list(pair) for pair in whole.heldout],
         "counters": {name: [learner.updates, learner.skipped, learner.skips_in_a_row] for name, learner in stage.learners.items()}}
     best = {BEST_METRIC: metrics[BEST_METRIC]} if BEST_METRIC in metrics else None
     whole.store.save(whole.offset + number, stage.arrays(), host, best)
@@ -228,14 +290,16 @@ def _save_if_due(whole: Run, stage: Stage, number: int, metrics: dict) -> None:
         raise Preempted(whole.signal.exit_code)
 
 
+def _say_accuracy(reporter: Reporter | SilentReporter, heldout: list) -> None:
+    if heldout:
+        (_, before), (last, after) = heldout[0], heldout[-1]
+        reporter.say(f"held-out accuracy: {100 * before:.1f} % before RL, {100 * after:.1f} % after step {last} ({100 * (after - before):+.1f} points)")
+
+
 def _finish(whole: Run) -> None:
-    session = whole.session
-    if whole.heldout:
-        (_, before), (last, after) = whole.heldout[0], whole.heldout[-1]
-        session.reporter.say(
-            f"held-out accuracy: {100 * before:.1f} % before RL, {100 * after:.1f} % after step {last} ({100 * (after - before):+.1f} points)")
-    workdir = session.workdir
-    session.reporter.finish((
+    reporter, workdir = whole.session.reporter, whole.session.workdir
+    _say_accuracy(reporter, whole.heldout)
+    reporter.finish((
         f"python -m tlt_jax.export --workdir={workdir} --output={workdir}/export",
         f"python -m tlt_jax.generate --model={workdir}/export --prompts=PROMPTS.jsonl --output=ANSWERS.jsonl",
     ))

@@ -1,0 +1,222 @@
+"""A stopped and resumed run is the straight run, bit for bit: commands killed by SIGTERM, and a process that stops itself at chosen steps.
+
+Every run of a story is made once, in the order of the story, by module fixtures.
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+CONFIG = '''
+from tlt_jax.tasks.arithmetic import ALPHABET
+from tlt_jax.training.settings import default_config
+
+def get_config():
+    config = default_config()
+    config.model.scratch.update({"hidden_size": 8, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 4, "mlp": 8, "alphabet": ALPHABET})
+    config.data.arithmetic.update({"max_steps": 2, "train_size": 12, "eval_size": 2})
+    config.data.max_prompt_tokens = 16
+    config.stages.sft.update({"steps": 3, "batch": 4})
+    config.stages.rl.steps = 6
+    config.batch.update({"prompts_per_step": 4, "tokens_per_microbatch": 256})
+    config.algorithm.num_generations = 2
+    config.rollout.update({"max_new_tokens": 12, "slots": 4, "rounds_per_dispatch": 4})
+    config.optimizer.update({"lr": 1e-2, "critic_lr": 1e-2, "warmup_ratio": 0.5, "weight_decay": 0.01})
+    config.reward.update({"kind": "user", "path": "reward.py", "workers": 1})
+    config.checkpoint.every_steps = 2
+    config.evaluation.every_steps = 2
+    config.logging.update({"samples_per_step": 100, "tensorboard": False})
+    return config
+'''
+# The reward moves with every response, fails once in a run, and stops the trainer (its parent) in the middle of a step when it is told to.
+REWARD = '''
+import os, signal
+
+def score(prompt, response, answer, metadata, step):
+    if os.environ.get("STOP_IN_STEP") == str(step):
+        os.kill(os.getppid(), signal.SIGTERM)
+    if step == 2 and response.startswith(("0", "1", "2", "3")):
+        return None
+    return sum(character in "02468" for character in response) / 12
+'''
+# Runs train several times in one process; a job is the arguments and the stage and step after whose record the process sends itself SIGTERM.
+DRIVER = '''
+import json, os, signal, sys
+from tlt_jax import train
+from tlt_jax.training.reporting import Reporter
+
+record = Reporter.record
+for arguments, stop in json.loads(sys.argv[1]):
+    def stopping(self, step, metrics, stop=stop):
+        record(self, step, metrics)
+        if [self._stage, step] == stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+    Reporter.record = stopping
+    print("EXIT", train.main(arguments), flush=True)
+'''
+COMPARED = ("reward/", "completions/", "policy/", "value/", "data/")
+
+
+class Place:
+    """A folder with the config, the reward and the workdirs of a story."""
+
+    def __init__(self, folder: pathlib.Path):
+        self.folder = folder
+        for name, text in (("tiny.py", CONFIG), ("reward.py", REWARD), ("driver.py", DRIVER)):
+            (folder / name).write_text(text)
+        self.environment = {
+            **os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+            "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax-tests"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+
+    def command(self, workdir, *options, stop_in_step=None) -> subprocess.CompletedProcess:
+        """`python -m tlt_jax.train`, stopped by the reward in the middle of an RL step when asked."""
+        environment = self.environment | ({} if stop_in_step is None else {"STOP_IN_STEP": str(stop_in_step)})
+        return subprocess.run(
+            [sys.executable, "-m", "tlt_jax.train", *self.arguments(workdir, *options)], cwd=self.folder, env=environment, capture_output=True, text=True,
+            timeout=300)
+
+    def jobs(self, *jobs) -> list[tuple[str, str]]:
+        """Several runs in one process; (exit code, output) of each. A job is (arguments, [stage, step] or None)."""
+        done = subprocess.run(
+            [sys.executable, "driver.py", json.dumps(jobs)], cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=600)
+        parts = done.stdout.split("EXIT ")
+        assert len(parts) == len(jobs) + 1, done.stdout + done.stderr
+        return [(after.split()[0], before) for before, after in zip(parts[:-1], parts[1:], strict=True)]
+
+    def arguments(self, workdir, *options) -> list[str]:
+        return ["--config=tiny.py", f"--workdir={workdir}", *(f"--config.{option}" for option in options)]
+
+    def records(self, workdir, name="metrics") -> list[dict]:
+        return [json.loads(line) for line in (self.folder / workdir / f"{name}.jsonl").read_text().splitlines()]
+
+    def compared(self, workdir) -> list[dict]:
+        """The metrics that resuming must not change, by stage and step."""
+        return [
+            {name: value for name, value in record.items() if name in ("stage", "step") or name.startswith(COMPARED)} for record in self.records(workdir)]
+
+    def checkpoint(self, workdir, step=None) -> tuple[dict, dict]:
+        """Every array of a checkpoint (None: the newest) by its path, and its host values."""
+        directory = self.folder / workdir / "checkpoints"
+        step = max(int(path.name) for path in directory.iterdir()) if step is None else step
+        arrays = {}
+        for item in (directory / str(step)).iterdir():
+            if item.is_dir() and item.name not in ("host", "metrics"):
+                tree = ocp.StandardCheckpointer().restore(item)
+                arrays |= {f"{item.name}{jax.tree_util.keystr(path)}": np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+        return arrays, ocp.JsonCheckpointHandler().restore(directory / str(step) / "host")
+
+    def assert_equal(self, one, other, step=None) -> None:
+        """Same samples, metrics, parameters, optimizers and host values, bit for bit."""
+        assert self.records(one, "samples") == self.records(other, "samples")
+        assert self.compared(one) == self.compared(other)
+        (arrays, host), (others, other_host) = self.checkpoint(one, step), self.checkpoint(other, step)
+        assert arrays.keys() == others.keys()
+        different = [path for path, array in arrays.items() if array.tobytes() != others[path].tobytes()]
+        assert not different
+        assert {**host, "config": None} == {**other_host, "config": None}
+
+
+@pytest.fixture(scope="module")
+def grpo(tmp_path_factory):
+    """Supervised steps and GRPO with a reference: `straight`, and `parts`, stopped after supervised step 2 and in RL step 3, the end of an epoch of 12 rows."""
+    place = Place(tmp_path_factory.mktemp("grpo"))
+    options = ("stages.order=sft,rl", "algorithm.beta=0.1", "stages.rl.steps=7")
+    place.straight = place.command("straight", *options)
+    options = options[:2]
+    (place.first,) = place.jobs((place.arguments("parts", *options), ["sft", 2]))
+    place.second, place.third = place.command("parts", *options, stop_in_step=3), place.command("parts", *options)
+    place.files = contents(place.folder / "parts")
+    place.finished, place.never, place.shorter = place.jobs(
+        (place.arguments("parts", *options), None), (place.arguments("parts", *options, "checkpoint.resume=never"), None),
+        (place.arguments("parts", "stages.order=rl"), None))
+    place.files_after = contents(place.folder / "parts")
+    (place.longer,) = place.jobs((place.arguments("parts", *options, "stages.rl.steps=7", "stages.sft.steps=2"), None))
+    return place
+
+
+def contents(directory):
+    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_a_run_that_is_stopped_exits_with_143_and_has_saved_the_step_it_was_in(grpo):
+    assert grpo.straight.returncode == 0, grpo.straight.stderr
+    assert grpo.first[0] == "143" and grpo.second.returncode == 143
+    assert "stopped on request after saving; run the same command again" in grpo.second.stdout
+    assert "SIGTERM: saving at the end of this step" in grpo.second.stderr
+    assert "continuing from checkpoint 2: stage sft, step 2" in grpo.second.stdout
+    assert grpo.third.returncode == 0 and "continuing from checkpoint 6: stage rl, step 3" in grpo.third.stdout
+    assert "Traceback" not in grpo.second.stderr + grpo.third.stderr
+
+
+def test_grpo_with_a_reference_stopped_twice_is_the_straight_run(grpo):
+    grpo.assert_equal("straight", "parts")
+
+
+def test_the_run_that_was_compared_learned_something_and_drew_every_prompt_of_each_epoch(grpo):
+    arrays, _ = grpo.checkpoint("straight")
+    moved = [path for path, array in arrays.items() if path.startswith("policy[") and not np.array_equal(array, arrays[path.replace("policy", "reference", 1)])]
+    assert len(moved) > 5 and any(path.startswith("reference[") for path in arrays)
+    records = [record for record in grpo.records("straight") if record["stage"] == "rl" and record["step"] > 0]
+    assert all(record["policy/grad_norm"] > 0 and record["policy/kl"] is not None for record in records)
+    assert sum(record["reward/unscored"] for record in records) > 0
+    assert [record["data/epoch"] for record in records] == [0, 0, 0, 1, 1, 1, 2]
+    drawn = [[sample["prompt"] for sample in grpo.records("straight", "samples") if sample["kind"] == "train" and sample["step"] == step] for step in range(1, 8)]
+    epochs = [drawn[0] + drawn[1] + drawn[2], drawn[3] + drawn[4] + drawn[5]]
+    assert sorted(epochs[0]) == sorted(epochs[1]) and epochs[0] != epochs[1]
+    assert all(len(step) == 8 and step[0::2] == step[1::2] for step in drawn)
+
+
+def test_a_finished_run_says_so_and_changes_nothing(grpo):
+    code, said = grpo.finished
+    assert code == "0" and "this run is finished: checkpoint 9 holds step 6 of its last stage, rl; nothing was done" in said
+    assert "raise stages.rl.steps to train on" in said and "held-out accuracy" in said
+    assert grpo.files_after == grpo.files
+
+
+def test_a_used_workdir_is_refused_when_nothing_may_be_resumed(grpo):
+    assert grpo.never[0] == "2"
+
+
+def test_more_steps_continue_a_finished_run_and_an_earlier_stage_may_have_had_another_number(grpo):
+    code, said = grpo.longer
+    assert code == "0" and "changed since that checkpoint: stages.rl.steps, stages.sft.steps" in said
+    assert max(int(path.name) for path in (grpo.folder / "parts" / "checkpoints").iterdir()) == 10
+
+
+def test_stages_that_do_not_continue_those_of_the_checkpoint_are_refused(grpo):
+    assert grpo.shorter[0] == "2"
+
+
+@pytest.fixture(scope="module", params=["separate", "shared"])
+def ppo(request, tmp_path_factory):
+    """PPO with two minibatches, two iterations and the KL in the reward: `straight`, and `parts`, stopped after step 2 and gone on."""
+    place = Place(tmp_path_factory.mktemp("ppo"))
+    options = (
+        "algorithm.name=ppo", f"algorithm.critic={request.param}", "algorithm.beta=0.1", "algorithm.kl_placement=reward", "algorithm.kl_kind=k1",
+        "batch.sequences_per_minibatch=4", "algorithm.num_iterations=2", "stages.rl.steps=4", "algorithm.whiten_advantages=True")
+    parts = place.arguments("parts", *options)
+    place.exits = place.jobs((place.arguments("straight", *options), None), (parts, ["rl", 2]), (parts, None))
+    place.critic = request.param
+    return place
+
+
+def test_ppo_stopped_and_resumed_is_the_straight_run(ppo):
+    assert [code for code, _ in ppo.exits] == ["0", "143", "0"]
+    ppo.assert_equal("straight", "parts")
+
+
+def test_the_critic_of_the_run_that_was_compared_learned(ppo):
+    arrays, host = ppo.checkpoint("straight")
+    head = next(array for path, array in arrays.items() if path.startswith("critic['head']" if ppo.critic == "separate" else "policy['value_head']"))
+    assert np.abs(head).max() > 0
+    assert all(counts[0] == 16 for counts in host["counters"].values()) and len(host["counters"]) == (2 if ppo.critic == "separate" else 1)
+    records = [record for record in ppo.records("straight") if record["step"] > 0]
+    assert all(record["value/loss"] > 0 and record["policy/grad_norm"] > 0 for record in records)
