@@ -20,7 +20,7 @@ def get_config() -> ConfigDict:
     config.model.scratch.alphabet = ALPHABET
     config.data.task = "arithmetic"
     config.data.max_prompt_tokens = 64
-    config.data.arithmetic.max_steps = 4
+    config.data.arithmetic.update({"max_steps": 6, "tail_exponent": 0.7, "worked_share": 0.4})
     config.reward.kind = "task"
 
     config.stages.order = ("sft", "rl")

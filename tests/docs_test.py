@@ -213,11 +213,13 @@ def test_the_readme_config_is_valid(tmp_path, monkeypatch):
 def test_the_readme_reward_loads_and_scores(tmp_path):
     snippet_files(tmp_path)
     function = load_reward(tmp_path / "my_reward.py", "score")
-    right, wrong, cut = (RewardItem("3 + 4?", text, "7", finish_reason=reason) for text, reason in (("3 + 4 = 7", "stop"), ("3", "stop"), ("hm", "length")))
-    assert function.score((right, wrong, cut)) == [Outcome(1.0, {"finished": 1.0}, "7"), Outcome(0.0, {"finished": 1.0}, "3"), Outcome(0.0, {"finished": 0.0}, None)]
+    right, cut = RewardItem("3 + 4?", "3 + 4 = 7", "7"), RewardItem("3 + 4?", "hm", "7", finish_reason="length")
+    assert function.score((right, cut)) == [Outcome(1.0, {"finished": 1.0}, "7"), Outcome(0.0, {"finished": 0.0}, None)]
 
 
-@pytest.mark.parametrize(("file", "function", "grouped"), [("by_name.py", "score", False), ("from_verl.py", "compute_score", False), ("from_trl.py", "score", True)])
+@pytest.mark.parametrize(
+    ("file", "function", "grouped"), [("by_name.py", "score", False), ("from_verl.py", "compute_score", False), ("from_trl.py", "score", True)]
+)
 def test_the_reward_forms_load_and_score(tmp_path, file, function, grouped):
     snippet_files(tmp_path)
     loaded = load_reward(tmp_path / file, function)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import time
 
 import jax
 import numpy as np
@@ -75,9 +76,13 @@ class Engine:
 
     def run(self, requests, settings=SETTINGS, **options) -> dict:
         """{index: Completion}; every request must come back once."""
-        done = []
+        done, deadline = [], time.monotonic() + 120
+
+        def watch() -> None:
+            assert time.monotonic() < deadline, "a lost row never ends"
+
         drivers = self.drivers(settings, **options)
-        roll_out(drivers, requests, done.append)
+        roll_out(drivers, requests, done.append, watch)
         for driver in drivers:
             driver.release()
         assert sorted(completion.request.index for completion in done) == sorted(request.index for request in requests)

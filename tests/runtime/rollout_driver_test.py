@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import time
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,10 @@ import pytest
 from tlt_jax import noise
 from tlt_jax.decoding.sampling import kept_tokens, make_sampling, scaled
 from tlt_jax.models.decoder import forward
-from tlt_jax.runtime.programs import compile_counter
+from tlt_jax.models.specs import RopeSpec
+from tlt_jax.runtime.event_loop import roll_out
+from tlt_jax.runtime.programs import SlicePrograms, compile_counter
+from tlt_jax.runtime.rollout_driver import RolloutDriver
 
 NEAR_TIE = 1e-4
 WIDTH = 64  # columns of the teacher-forced forward
@@ -175,9 +179,10 @@ def test_the_samples_of_a_prompt_share_one_prefill_and_differ(engine_of, tiny, m
 
 
 def drive(driver, queue, watch):
-    """Run one driver to the end, calling `watch(driver, queue, finished)` after every turn."""
-    queue = collections.deque(queue)
+    """Run one driver to the end, calling `watch(driver, queue, finished)` after every turn; a lost row would never end."""
+    queue, deadline = collections.deque(queue), time.monotonic() + 60
     while queue or driver.active or driver.in_flight:
+        assert time.monotonic() < deadline
         finished = driver.step(queue, allowance=len(queue) + driver.active)
         watch(driver, queue, finished)
 
@@ -230,6 +235,29 @@ def test_a_response_may_fill_the_announced_length_to_the_last_token(engine_of, t
     text = np.array([[*request.prompt_ids, *completion[0].token_ids]], np.int32)
     expected = np.asarray(jax.nn.log_softmax(teacher(tiny.spec)(tiny.params(), text).logits_BTV))[0, 19:-1]
     np.testing.assert_allclose(completion[0].logprobs, expected[np.arange(108), completion[0].token_ids], atol=1e-4)
+
+
+def test_slices_share_the_queue_evenly_and_the_hook_runs_every_turn(engine_of, requests):
+    drivers = engine_of(devices=2, slices=2).drivers()
+    held, done = [], []
+    roll_out(drivers, requests[:4], done.append, lambda: held.append([driver.active for driver in drivers]))
+    assert held[0] == [2, 2] and held[-1] == [0, 0] and len(done) == 4
+
+
+def test_dynamic_rope_decodes_up_to_its_original_length_and_not_past_it(engine_of, tiny, requests, reference):
+    """Within it the rule is the default one. A cache of the next bucket, 128 slots, would be longer than the model's 96."""
+    engine = engine_of()
+    spec = dataclasses.replace(tiny.spec, rope=RopeSpec("dynamic", 100.0, factor=2.0, original_max_position_embeddings=96), max_position_embeddings=96)
+    driver = RolloutDriver(SlicePrograms(spec, engine.meshes.slices[0], "float32", block=16), tiny.settings)
+    finished = []
+    for length in (90, 97):
+        driver.start(engine.publisher.publish(engine.params)[0], 1, make_sampling(1.0, vocabulary=tiny.vocabulary), (), length)
+        if length == 97:
+            with pytest.raises(ValueError, match="96 tokens"):
+                driver.step(collections.deque(requests[:2]), allowance=2)
+        else:
+            drive(driver, requests[:2], lambda driver, queue, done: finished.extend(done))
+    assert {completion.request.index: completion.token_ids for completion in finished} == {index: reference["plain"][index].token_ids for index in (0, 1)}
 
 
 def test_a_second_equal_phase_compiles_nothing(engine_of, requests):

@@ -26,9 +26,9 @@ def get_config():
     config.data.max_prompt_tokens = 16
     config.stages.sft.update({"steps": 3, "batch": 4})
     config.stages.rl.steps = 6
-    config.batch.update({"prompts_per_step": 4, "tokens_per_microbatch": 256})
+    config.batch.update({"prompts_per_step": 4, "tokens_per_microbatch": 64})
     config.algorithm.num_generations = 2
-    config.rollout.update({"max_new_tokens": 12, "slots": 4, "rounds_per_dispatch": 4})
+    config.rollout.update({"max_new_tokens": 12, "slots": 2, "rounds_per_dispatch": 4})
     config.optimizer.update({"lr": 1e-2, "critic_lr": 1e-2, "warmup_ratio": 0.5, "weight_decay": 0.01})
     config.reward.update({"kind": "user", "path": "reward.py", "workers": 1})
     config.checkpoint.every_steps = 2
@@ -48,8 +48,9 @@ def score(prompt, response, answer, metadata, step):
     return sum(character in "02468" for character in response) / 12
 '''
 # Runs train several times in one process; a job is the arguments and the stage and step after whose record the process sends itself SIGTERM.
+# Says the exit code and a digest of every file that the runs have written so far.
 DRIVER = '''
-import json, os, signal, sys
+import hashlib, json, os, pathlib, signal, sys
 from tlt_jax import train
 from tlt_jax.training.reporting import Reporter
 
@@ -60,7 +61,10 @@ for arguments, stop in json.loads(sys.argv[1]):
         if [self._stage, step] == stop:
             os.kill(os.getpid(), signal.SIGTERM)
     Reporter.record = stopping
-    print("EXIT", train.main(arguments), flush=True)
+    code, digest = train.main(arguments), hashlib.sha256()
+    for path in sorted(path for path in pathlib.Path().glob("*/**/*") if path.is_file()):
+        digest.update(str(path).encode() + path.read_bytes())
+    print("EXIT", code, digest.hexdigest(), flush=True)
 '''
 COMPARED = ("reward/", "completions/", "policy/", "value/", "data/")
 
@@ -83,13 +87,13 @@ class Place:
             [sys.executable, "-m", "tlt_jax.train", *self.arguments(workdir, *options)], cwd=self.folder, env=environment, capture_output=True, text=True,
             timeout=300)
 
-    def jobs(self, *jobs) -> list[tuple[str, str]]:
-        """Several runs in one process; (exit code, output) of each. A job is (arguments, [stage, step] or None)."""
+    def jobs(self, *jobs) -> list[tuple[str, str, str]]:
+        """Several runs in one process; (exit code, output, digest of all files) of each. A job is (arguments, [stage, step] or None)."""
         done = subprocess.run(
             [sys.executable, "driver.py", json.dumps(jobs)], cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=600)
         parts = done.stdout.split("EXIT ")
         assert len(parts) == len(jobs) + 1, done.stdout + done.stderr
-        return [(after.split()[0], before) for before, after in zip(parts[:-1], parts[1:], strict=True)]
+        return [(*after.split()[:1], before, after.split()[1]) for before, after in zip(parts[:-1], parts[1:], strict=True)]
 
     def arguments(self, workdir, *options) -> list[str]:
         return ["--config=tiny.py", f"--workdir={workdir}", *(f"--config.{option}" for option in options)]
@@ -128,32 +132,23 @@ class Place:
 def grpo(tmp_path_factory):
     """Supervised steps and GRPO with a reference: `straight`, and `parts`, stopped after supervised step 2 and in RL step 3, the end of an epoch of 12 rows."""
     place = Place(tmp_path_factory.mktemp("grpo"))
-    options = ("stages.order=sft,rl", "algorithm.beta=0.1", "stages.rl.steps=7")
-    place.straight = place.command("straight", *options)
-    options = options[:2]
-    (place.first,) = place.jobs((place.arguments("parts", *options), ["sft", 2]))
-    place.second, place.third = place.command("parts", *options, stop_in_step=3), place.command("parts", *options)
-    place.files = contents(place.folder / "parts")
-    place.finished, place.never, place.shorter = place.jobs(
-        (place.arguments("parts", *options), None), (place.arguments("parts", *options, "checkpoint.resume=never"), None),
-        (place.arguments("parts", "stages.order=rl"), None))
-    place.files_after = contents(place.folder / "parts")
-    (place.longer,) = place.jobs((place.arguments("parts", *options, "stages.rl.steps=7", "stages.sft.steps=2"), None))
+    options = ("stages.order=sft,rl", "algorithm.beta=0.1")
+    parts = place.arguments("parts", *options)
+    place.straight, place.first = place.jobs((place.arguments("straight", *options, "stages.rl.steps=7"), None), (parts, ["sft", 2]))
+    place.second = place.command("parts", *options, stop_in_step=3)
+    place.third, place.finished, place.never, place.other, place.longer = place.jobs(
+        (parts, None), (parts, None), ([*parts, "--config.checkpoint.resume=never"], None), ([*parts, "--config.stages.order=rl"], None),
+        ([*parts, "--config.stages.rl.steps=7", "--config.stages.sft.steps=2"], None))
     return place
 
 
-def contents(directory):
-    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
-
-
 def test_a_run_that_is_stopped_exits_with_143_and_has_saved_the_step_it_was_in(grpo):
-    assert grpo.straight.returncode == 0, grpo.straight.stderr
-    assert grpo.first[0] == "143" and grpo.second.returncode == 143
+    assert (grpo.straight[0], grpo.first[0], grpo.second.returncode, grpo.third[0]) == ("0", "143", 143, "0")
     assert "stopped on request after saving; run the same command again" in grpo.second.stdout
     assert "SIGTERM: saving at the end of this step" in grpo.second.stderr
     assert "continuing from checkpoint 2: stage sft, step 2" in grpo.second.stdout
-    assert grpo.third.returncode == 0 and "continuing from checkpoint 6: stage rl, step 3" in grpo.third.stdout
-    assert "Traceback" not in grpo.second.stderr + grpo.third.stderr
+    assert "continuing from checkpoint 6: stage rl, step 3" in grpo.third[1]
+    assert "Traceback" not in grpo.second.stderr
 
 
 def test_grpo_with_a_reference_stopped_twice_is_the_straight_run(grpo):
@@ -175,24 +170,24 @@ def test_the_run_that_was_compared_learned_something_and_drew_every_prompt_of_ea
 
 
 def test_a_finished_run_says_so_and_changes_nothing(grpo):
-    code, said = grpo.finished
+    code, said, files = grpo.finished
     assert code == "0" and "this run is finished: checkpoint 9 holds step 6 of its last stage, rl; nothing was done" in said
     assert "raise stages.rl.steps to train on" in said and "held-out accuracy" in said
-    assert grpo.files_after == grpo.files
+    assert files == grpo.third[2]
 
 
 def test_a_used_workdir_is_refused_when_nothing_may_be_resumed(grpo):
-    assert grpo.never[0] == "2"
+    assert (grpo.never[0], grpo.never[2]) == ("2", grpo.third[2])
 
 
 def test_more_steps_continue_a_finished_run_and_an_earlier_stage_may_have_had_another_number(grpo):
-    code, said = grpo.longer
+    code, said, _ = grpo.longer
     assert code == "0" and "changed since that checkpoint: stages.rl.steps, stages.sft.steps" in said
     assert max(int(path.name) for path in (grpo.folder / "parts" / "checkpoints").iterdir()) == 10
 
 
 def test_stages_that_do_not_continue_those_of_the_checkpoint_are_refused(grpo):
-    assert grpo.shorter[0] == "2"
+    assert (grpo.other[0], grpo.other[2]) == ("2", grpo.third[2])
 
 
 @pytest.fixture(scope="module", params=["separate", "shared"])
@@ -209,7 +204,7 @@ def ppo(request, tmp_path_factory):
 
 
 def test_ppo_stopped_and_resumed_is_the_straight_run(ppo):
-    assert [code for code, _ in ppo.exits] == ["0", "143", "0"]
+    assert [code for code, _, _ in ppo.exits] == ["0", "143", "0"]
     ppo.assert_equal("straight", "parts")
 
 

@@ -79,7 +79,8 @@ def admit(spec: PolicySpec, params: dict, state: RowState, admission: Admission,
     return state.replace(cache=state.cache.replace(lengths_B=lengths_B)), sampled, finish_A
 
 
-def advance(spec: PolicySpec, params: dict, state: RowState, sampling: SamplingParams, stop_ids_Z: jax.Array, *, rounds: int) -> tuple[RowState, Emitted]:
+def advance(spec: PolicySpec, params: dict, state: RowState, sampling: SamplingParams, stop_ids_Z: jax.Array, *, rounds: int,
+            unroll: int = 1) -> tuple[RowState, Emitted]:
     """Up to `rounds` plain rounds; ends early when no row is active."""
     rows = state.active_B.shape[0]
     row_B = jnp.arange(rows)
@@ -95,7 +96,7 @@ def advance(spec: PolicySpec, params: dict, state: RowState, sampling: SamplingP
         def put(stored, new):
             return stored.at[row_B, column_B].set(new, mode="drop")
 
-        after, sampled, finish_B = plain_round(spec, params, state, sampling, stop_ids_Z)
+        after, sampled, finish_B = plain_round(spec, params, state, sampling, stop_ids_Z, unroll=unroll)
         emitted = Emitted(
             tokens_BR=put(emitted.tokens_BR, sampled.token_B), logprobs_BR=put(emitted.logprobs_BR, sampled.logprob_B),
             sampling_logprobs_BR=put(emitted.sampling_logprobs_BR, sampled.sampling_logprob_B), count_B=emitted.count_B + state.active_B,

@@ -5,6 +5,7 @@ that nothing recompiles after warm-up.
 """
 
 import functools
+import math
 import threading
 
 import jax
@@ -46,8 +47,8 @@ def compile_counter() -> CompileCounter:
 class SlicePrograms:
     """The programs of one rollout slice. State is donated by every program that returns a new one; parameters never are."""
 
-    def __init__(self, spec: PolicySpec, mesh: Mesh, dtype: str, *, block: int):
-        self.spec, self.mesh, self.dtype, self.block = spec, mesh, jnp.dtype(dtype), block
+    def __init__(self, spec: PolicySpec, mesh: Mesh, dtype: str, *, block: int, unroll: int = 1):
+        self.spec, self.mesh, self.dtype, self.block, self.unroll = spec, mesh, jnp.dtype(dtype), block, unroll
         self.replicated = rules.replicated(mesh)
         self._built = {}
 
@@ -59,6 +60,19 @@ class SlicePrograms:
     def _placement(self, rows: int, length: int):
         abstract = jax.eval_shape(lambda: rollout.init_state(self.spec, rows, length, self.dtype, block=self.block))
         return rules.state_shardings(self.mesh, abstract)
+
+    def row_bytes(self, length: int) -> int:
+        """Bytes that one row of `length` cache slots takes on each device of the slice."""
+        rows = self.mesh.shape["data"]
+        abstract = jax.eval_shape(lambda: rollout.init_state(self.spec, rows, length, self.dtype, block=self.block))
+        placement = rules.state_shardings(self.mesh, abstract)
+        sizes = jax.tree.map(lambda leaf, place: math.prod(place.shard_shape(leaf.shape)) * leaf.dtype.itemsize, abstract, placement)
+        return sum(jax.tree.leaves(sizes)) // rows
+
+    def free_bytes(self) -> int | None:
+        """Free memory of the slice's fullest device; None where the backend does not say (a CPU)."""
+        stats = [device.memory_stats() for device in self.mesh.devices.flat]
+        return None if None in stats else min(one["bytes_limit"] - one["bytes_in_use"] for one in stats)
 
     def init_state(self, rows: int, length: int) -> RowState:
         """Empty slots of `rows` × `length`, created in place."""
@@ -86,7 +100,7 @@ class SlicePrograms:
 
         def build():
             return jax.jit(
-                functools.partial(rollout.advance, self.spec, rounds=rounds), donate_argnums=(1,),
+                functools.partial(rollout.advance, self.spec, rounds=rounds, unroll=self.unroll), donate_argnums=(1,),
                 out_shardings=(self._placement(rows, length), self.replicated))
 
         return self._program(("advance", rows, length, rounds), build)(params, state, sampling, stop_ids_Z)

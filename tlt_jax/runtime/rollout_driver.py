@@ -31,6 +31,7 @@ class RolloutSettings:
     rounds_per_dispatch: int
     prefill_tokens: int
     prefill_exponent: float
+    memory_fraction: float = 1.0  # share of the slice's free memory that the cache may take
 
 
 @dataclasses.dataclass
@@ -78,6 +79,19 @@ def check_request(request: Request, length: int) -> None:
             f"most {length}, the length that this rollout phase was started with.")
 
 
+def slots_that_fit(programs: SlicePrograms, settings: RolloutSettings, length: int) -> int:
+    """The configured slots, or as many as the cache's share of the free memory holds. Raises MemoryError when not one row fits."""
+    free = programs.free_bytes()
+    if free is None:
+        return settings.slots
+    row, budget = programs.row_bytes(length), int(settings.memory_fraction * free)
+    if row > budget:
+        raise MemoryError(
+            f"one row of {length} cache slots takes {row:,} bytes, and rollout.memory_fraction={settings.memory_fraction} of the free memory is "
+            f"{budget:,}: lower rollout.max_new_tokens, or raise rollout.memory_fraction or mesh.rollout_tensor")
+    return min(settings.slots, budget // row)
+
+
 class RolloutDriver:
     """Host side of one slice during a rollout phase."""
 
@@ -99,6 +113,7 @@ class RolloutDriver:
         self.sampling = movement.to_device(sampling, SamplingParams(whole, whole, whole, whole, whole))
         self.stop_ids = movement.to_device(stops, whole)
         self.state, self.rows = None, []
+        self.slots = slots_that_fit(self.programs, self.settings, self.length)
 
     def release(self) -> None:
         """Free rollout memory: cache and the view of the parameters."""
@@ -120,8 +135,8 @@ class RolloutDriver:
             if not self.in_flight[0].finish.is_ready():
                 return finished
             finished = self._absorb(self.in_flight.popleft())
-        room = min(self.settings.slots, allowance) - self.active
-        if queue and room > 0 and (self.active == 0 or room >= min(len(queue), max(1, self.settings.slots // 8))):
+        room = min(self.slots, allowance) - self.active
+        if queue and room > 0 and (self.active == 0 or room >= min(len(queue), max(1, self.slots // 8))):
             self._admit([queue.popleft() for _ in range(min(room, len(queue)))])
         elif not queue and self.active:
             self._fit(self.active)
@@ -185,7 +200,7 @@ class RolloutDriver:
 
     def _fit(self, needed: int) -> None:
         """Bring the number of slots to the bucket that holds `needed` rows; active rows move to the front."""
-        bucket = row_bucket(needed, self.settings.slots)
+        bucket = row_bucket(needed, self.slots)
         if self.state is None:
             self.state, self.rows = self.programs.init_state(bucket, self.length), [None] * bucket
         if bucket == len(self.rows):

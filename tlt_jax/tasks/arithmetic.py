@@ -27,6 +27,7 @@ LARGEST = 99
 HELD_OUT_FIRST = 1_000_000_000
 _HELD_OUT_SHARE = 10  # one text in ten is held out
 _MULTIPLIERS = (2, 3)
+_KEYS = 1 << 20
 _QUESTION = re.compile(r"(\d+)((?:[-+*]\d+)+)=\?")
 _OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 
@@ -123,6 +124,7 @@ class ArithmeticTask:
     split: Literal["train", "held_out"] = "train"
     settings: ArithmeticSettings = ArithmeticSettings()
     prompt_settings: PromptSettings = PromptSettings()
+    worked_share: float = 1.0  # of the demonstrations: this share shows the steps, the others only give the answer
     name: str = "arithmetic"
     reward_kind: str = "task"
 
@@ -147,8 +149,9 @@ class ArithmeticTask:
         return self._prompts
 
     def worked_solution(self, prompt: Prompt) -> str:
-        """See `worked_solution` of the module."""
-        return worked_solution(prompt)
+        """The demonstration of a prompt: its worked solution or the bare answer, chosen by the prompt's key, so that nothing in the text tells which."""
+        shows_steps = prompt.key % _KEYS < self.worked_share * _KEYS
+        return worked_solution(prompt) if shows_steps else f"#### {prompt.answer}"
 
 
 def _row(settings: ArithmeticSettings, seed: int, index: int) -> Row:

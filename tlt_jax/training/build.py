@@ -140,7 +140,7 @@ def make_tasks(config: Config, tokenizer: Tokenizer) -> tuple[Task, Task | None]
 
     def arithmetic(size: int, split: str):
         problems = ArithmeticSettings(max_steps=data.arithmetic.max_steps, start_max=data.arithmetic.start_max, tail_exponent=data.arithmetic.tail_exponent)
-        return ArithmeticTask(tokenizer, size, config.seed, split, problems, settings)
+        return ArithmeticTask(tokenizer, size, config.seed, split, problems, settings, data.arithmetic.worked_share)
 
     def reasoning_gym(seed: int):
         gym = data.reasoning_gym
@@ -180,9 +180,10 @@ def make_drivers(config: Config, spec: PolicySpec, meshes: Meshes) -> list[Rollo
     """One driver for each slice of this process."""
     rollout = config.rollout
     settings = RolloutSettings(
-        slots=rollout.slots, rounds_per_dispatch=rollout.rounds_per_dispatch, prefill_tokens=rollout.prefill_tokens, prefill_exponent=rollout.prefill_exponent)
+        slots=rollout.slots, rounds_per_dispatch=rollout.rounds_per_dispatch, prefill_tokens=rollout.prefill_tokens, prefill_exponent=rollout.prefill_exponent,
+        memory_fraction=rollout.memory_fraction)
     dtype = resolve_dtype(config, "rollout")
-    return [RolloutDriver(SlicePrograms(spec, mesh, dtype, block=cache_block()), settings) for mesh in meshes.slices]
+    return [RolloutDriver(SlicePrograms(spec, mesh, dtype, block=cache_block(), unroll=rollout.unroll), settings) for mesh in meshes.slices]
 
 
 def cache_block() -> int:

@@ -81,7 +81,7 @@ def run_step(session: Session, trainer: Trainer, step: int) -> dict[str, float]:
     verdicts = dict(session.pool.counts)
     prompts = [session.task.prompts()[index] for index in trainer.order.draw(config.batch.prompts_per_step)]
     with timing.of("publish"):
-        views = session.publish({name: leaf for name, leaf in trainer.policy.params.items() if name != VALUE_HEAD})
+        views = session.publish(trainer.policy.params)
     with timing.of("rollout"):
         scorer = session.generate(views, prompts, Phase("rollout", config.algorithm.num_generations, config.rollout.temperature, step))
     del views

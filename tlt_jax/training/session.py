@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from tlt_jax.objectives.policy_update import VALUE_HEAD
 from tlt_jax.rewards.pool import RewardPool
 from tlt_jax.runtime.policy_driver import Publisher
 from tlt_jax.runtime.programs import compile_counter
@@ -34,7 +35,8 @@ class Session:
     published: int = 0  # versions of the policy that were published before this process
 
     def publish(self, params) -> list:
-        """Weights to every slice under a new version."""
+        """The policy's weights to every slice under a new version; a value head on its trunk stays where it is."""
+        params = {name: leaf for name, leaf in params.items() if name != VALUE_HEAD}
         if self.publisher is None:
             self.publisher = Publisher(self.meshes, params, build.resolve_dtype(self.config, "rollout"))
             self.publisher.version = self.published

@@ -127,6 +127,7 @@ def _data() -> dict:
             "max_steps": (6, "most operations in one problem", FROM_1),
             "start_max": (9, "the first number is at most this; small = few different short problems, which a model may learn by heart", (1, 99)),
             "tail_exponent": (1.5, "number of steps n is drawn with weight n ** -tail_exponent: smaller = longer tail", FROM_0),
+            "worked_share": (1.0, "share of the demonstrations (stage sft) that show the steps; the others give the bare answer", SHARE),
             "train_size": (20000, "training problems", FROM_1),
             "eval_size": (200, "held-out problems, none of them among the training problems", FROM_1),
         },

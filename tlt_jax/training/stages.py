@@ -278,7 +278,8 @@ def _save_if_due(whole: Run, stage: Stage, number: int, metrics: dict) -> None:
     if not (failed or stop or last or (every and number % every == 0)):
         return
     host = {
-        "stage": stage.name, "stage_step": number, "policy_version": session.policy_version, "order": stage.order.state(), "config": _flat(config.to_dict()), "heldout": [list(pair) for pair in whole.heldout],
+        "stage": stage.name, "stage_step": number, "policy_version": session.policy_version, "order": stage.order.state(),
+        "config": _flat(config.to_dict()), "heldout": [list(pair) for pair in whole.heldout],
         "counters": {name: [learner.updates, learner.skipped, learner.skips_in_a_row] for name, learner in stage.learners.items()}}
     best = {BEST_METRIC: metrics[BEST_METRIC]} if BEST_METRIC in metrics else None
     whole.store.save(whole.offset + number, stage.arrays(), host, best)
