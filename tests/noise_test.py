@@ -1,7 +1,6 @@
 """The noise: its law down to the rarest draws, its extremes, and that it depends on (key, position, id) and on nothing else."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import stats

@@ -47,7 +47,8 @@ def emitted_tokens(emitted):
     return [tuple(np.asarray(row)[:count]) for row, count in zip(emitted.tokens_BR, np.asarray(emitted.count_B), strict=True)]
 
 
-@pytest.mark.parametrize(("token", "remaining", "code"), [(7, 3, FINISH_STOP), (7, 0, FINISH_STOP), (8, 0, FINISH_LENGTH), (8, 1, FINISH_RUNNING), (9, -1, FINISH_STOP)])
+@pytest.mark.parametrize(("token", "remaining", "code"), [
+    (7, 3, FINISH_STOP), (7, 0, FINISH_STOP), (8, 0, FINISH_LENGTH), (8, 1, FINISH_RUNNING), (9, -1, FINISH_STOP)])
 def test_a_stop_id_ends_a_row_before_the_limit_does(token, remaining, code):
     assert finish_codes(jnp.array([token]), jnp.array([remaining]), jnp.array([-1, 7, 9])) == code
 

@@ -86,7 +86,8 @@ def test_dynamic_rope_follows_the_whole_length_in_a_full_forward_and_refuses_a_l
         cached(spec, params, tokens_BT, (12, 12))
 
 
-@pytest.mark.parametrize("changes", [ALL_BIASES, dict(windows=(4, None)), dict(rope=RopeSpec("dynamic", 100.0, factor=2.0, original_max_position_embeddings=12))], ids=str)
+@pytest.mark.parametrize("changes", [
+    ALL_BIASES, dict(windows=(4, None)), dict(rope=RopeSpec("dynamic", 100.0, factor=2.0, original_max_position_embeddings=12))], ids=str)
 def test_packed_rows_give_each_sequence_what_it_gets_alone(make_spec, make_params, logits_by_formula, changes):
     spec = make_spec(**changes)
     params, lengths = make_params(spec), (7, 12, 5)

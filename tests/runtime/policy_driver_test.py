@@ -61,7 +61,8 @@ def learner_programs(spec, shape, optimizer, settings=LOSS, critic=""):
     if critic == "own":
         objective = functools.partial(policy_update.value_objective, dataclasses.replace(run, spec=dataclasses.replace(spec, head="value")), settings)
     else:
-        objective = functools.partial(policy_update.policy_objective, PolicyObjective(run, settings, False, shared_critic=critic == "shared", with_entropy=True))
+        policy = PolicyObjective(run, settings, False, shared_critic=critic == "shared", with_entropy=True)
+        objective = functools.partial(policy_update.policy_objective, policy)
     return LearnerPrograms(mesh, objective, optimizer, params_for(spec, critic))
 
 
@@ -139,7 +140,7 @@ def test_micro_batches_of_8_4_and_1_rows_give_the_same_gradients(tiny, batch, on
     for parts in (2, 8):
         gradient, part_loss = gradients(learner(tiny.spec), split(batch, parts))
         assert part_loss == pytest.approx(loss, rel=1e-6)
-        assert_near(gradient, expected, 1e-6)
+        assert_near(gradient, expected, 3e-6)
 
 
 SEQUENCE_MEAN = dataclasses.replace(LOSS, loss_agg_mode="seq-mean-token-mean")
@@ -161,7 +162,7 @@ def test_which_rows_share_a_micro_batch_changes_no_gradient(tiny, batch, name):
     batches = [split(jax.tree.map(lambda leaf, order=order: leaf[order], batch), 4), split(batch, 4)]
     (expected, loss), (gradient, other_loss) = (gradients(one, parts) for parts in batches)
     assert other_loss == pytest.approx(loss, rel=1e-6)
-    assert_near(gradient, expected, 1e-6)
+    assert_near(gradient, expected, 3e-6)
 
 
 def test_packing_and_the_order_of_sequences_change_no_gradient(tiny, one_device):
@@ -243,7 +244,8 @@ def test_replicas_stay_bit_equal_and_near_one_device_over_three_steps(tiny, batc
 
 def test_optimizer_moments_lie_where_their_parameters_lie(tiny):
     many = learner(tiny.spec, (2, 2, 1), ADAM)
-    moments = [state for state in jax.tree.leaves(many.opt_state, is_leaf=lambda node: isinstance(node, optax.ScaleByAdamState)) if not isinstance(state, jax.Array)]
+    states = jax.tree.leaves(many.opt_state, is_leaf=lambda node: isinstance(node, optax.ScaleByAdamState))
+    moments = [state for state in states if isinstance(state, optax.ScaleByAdamState)]
     assert moments
     for tree in (moments[0].mu, moments[0].nu):
         jax.tree.map(lambda moment, param: np.testing.assert_equal(moment.sharding, param.sharding), tree, many.params)

@@ -115,7 +115,8 @@ def test_a_request_alone_draws_what_it_draws_in_a_batch(engine_of, tiny, request
     assert_same(tiny, {index: reference["plain"][index] for index in alone}, alone, temperature=1.0)
 
 
-@pytest.mark.parametrize(("devices", "slices", "tensor"), [(2, 2, 1), (2, 1, 2), pytest.param(4, 4, 1, marks=pytest.mark.slow), pytest.param(8, 2, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("devices", "slices", "tensor"), [
+    (2, 2, 1), (2, 1, 2), pytest.param(4, 4, 1, marks=pytest.mark.slow), pytest.param(8, 2, 2, marks=pytest.mark.slow)])
 def test_slices_and_tensor_parallel_slices_change_no_token(engine_of, tiny, requests, reference, devices, slices, tensor):
     """(8, 2, 2): two slices of data 2 by tensor 2 each."""
     actual = engine_of(devices=devices, slices=slices, tensor=tensor).run(requests)
@@ -146,7 +147,8 @@ def test_a_row_ends_at_its_first_stop_id_or_exactly_at_its_limit_and_stop_wins(e
     texts = {index: completion.token_ids for index, completion in reference["plain"].items()}
     common = [token for token, _ in collections.Counter(token for text in texts.values() for token in text).most_common()]
     stop_ids = {
-        "one": common[4:5], "two": common[4:6], "many": common[10:], "first tokens": [texts[0][0], texts[5][0]], "at the limit": [texts[1][8], texts[4][3]]}[kind]
+        "one": common[4:5], "two": common[4:6], "many": common[10:], "first tokens": [texts[0][0], texts[5][0]],
+        "at the limit": [texts[1][8], texts[4][3]]}[kind]
     limits = {0: 1, 2: 2, 3: 5, 1: 9, 4: 4}
     limited = [dataclasses.replace(request, max_new_tokens=limits.get(request.index, 24)) for request in requests]
     actual = engine_of().run(limited, stop_ids=tuple(stop_ids))

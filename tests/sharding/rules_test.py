@@ -15,13 +15,15 @@ from tlt_jax.sharding.meshes import build_meshes
 
 def spec_of(**changes):
     fields = dict(
-        family="llama", vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, rope=RopeSpec("default", 1e4),
+        family="llama", vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6,
+        rope=RopeSpec("default", 1e4),
         rms_norm_eps=1e-5, max_position_embeddings=64, tied=False, qkv_bias=True, output_bias=True, mlp_bias=True, qk_norm=True, windows=(None, None))
     return PolicySpec(**(fields | changes))
 
 
 def placed(mesh, tree):
-    return {"/".join(str(entry.key) for entry in path): tuple(sharding.spec) for path, sharding in jax.tree_util.tree_leaves_with_path(rules.param_shardings(mesh, tree))}
+    leaves = jax.tree_util.tree_leaves_with_path(rules.param_shardings(mesh, tree))
+    return {"/".join(str(entry.key) for entry in path): tuple(sharding.spec) for path, sharding in leaves}
 
 
 def test_every_parameter_is_cut_by_fsdp_on_its_width_and_by_tensor_on_heads_hidden_and_vocabulary():
@@ -32,7 +34,8 @@ def test_every_parameter_is_cut_by_fsdp_on_its_width_and_by_tensor_on_heads_hidd
         "layers/attention/query/bias": (None, "tensor", None), "layers/attention/key/bias": (None, "tensor", None),
         "layers/attention/value/bias": (None, "tensor", None), "layers/attention/output/bias": (), "layers/attention/query_norm/scale": (),
         "layers/attention/key_norm/scale": (), "layers/attention_norm/scale": (), "layers/mlp_norm/scale": (),
-        "layers/mlp/gate/kernel": (None, "fsdp", "tensor"), "layers/mlp/up/kernel": (None, "fsdp", "tensor"), "layers/mlp/down/kernel": (None, "tensor", "fsdp"),
+        "layers/mlp/gate/kernel": (None, "fsdp", "tensor"), "layers/mlp/up/kernel": (None, "fsdp", "tensor"),
+        "layers/mlp/down/kernel": (None, "tensor", "fsdp"),
         "layers/mlp/gate/bias": (None, "tensor"), "layers/mlp/up/bias": (None, "tensor"), "layers/mlp/down/bias": ()}
     assert placed(build_meshes((2, 2, 2), 1, 1).train, abstract_params(spec_of())) == expected
     on_slice = placed(build_meshes((2, 2, 2), 2, 2).slices[0], abstract_params(spec_of()))

@@ -203,11 +203,13 @@ def ppo(request, tmp_path_factory):
     return place
 
 
+@pytest.mark.slow
 def test_ppo_stopped_and_resumed_is_the_straight_run(ppo):
     assert [code for code, _, _ in ppo.exits] == ["0", "143", "0"]
     ppo.assert_equal("straight", "parts")
 
 
+@pytest.mark.slow
 def test_the_critic_of_the_run_that_was_compared_learned(ppo):
     arrays, host = ppo.checkpoint("straight")
     head = next(array for path, array in arrays.items() if path.startswith("critic['head']" if ppo.critic == "separate" else "policy['value_head']"))

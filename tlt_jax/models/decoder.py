@@ -15,7 +15,7 @@ from flax import nnx
 
 from tlt_jax.models import attention, kv_cache, rope
 from tlt_jax.models.kv_cache import KVCache, NewTokens
-from tlt_jax.models.layers import INIT_SCALE, DecoderLayer
+from tlt_jax.models.layers import DecoderLayer, fan_in_normal
 from tlt_jax.models.specs import PolicySpec
 
 NO_WINDOW = 2**30
@@ -37,20 +37,20 @@ def _layer_definition(spec: PolicySpec) -> nnx.GraphDef:
 
 
 def init_params(spec: PolicySpec, rng: jax.Array) -> dict:
-    """Fresh float32 parameters: normal kernels of standard deviation 0.02, unit norms, zero biases."""
+    """Fresh float32 parameters: normal kernels of standard deviation fan_in^-0.5, unit norms, zero biases."""
     embed_rng, head_rng, layers_rng = jax.random.split(rng, 3)
 
     def one_layer(key):
         return nnx.to_pure_dict(nnx.state(DecoderLayer(spec, rngs=nnx.Rngs(params=key)), nnx.Param))
 
     params = {
-        "embed": {"embedding": INIT_SCALE * jax.random.normal(embed_rng, (spec.vocab_size, spec.hidden_size))},
+        "embed": {"embedding": fan_in_normal(embed_rng, (spec.hidden_size,), (spec.vocab_size,)).T},
         "layers": jax.vmap(one_layer)(jax.random.split(layers_rng, spec.num_layers)),
         "final_norm": {"scale": jnp.ones((spec.hidden_size,))},
     }
     outputs = spec.vocab_size if spec.head == "policy" else 1
     if spec.head != "policy" or not spec.tied:
-        params["head"] = {"kernel": INIT_SCALE * jax.random.normal(head_rng, (spec.hidden_size, outputs))}
+        params["head"] = {"kernel": fan_in_normal(head_rng, (spec.hidden_size,), (outputs,))}
     return params
 
 

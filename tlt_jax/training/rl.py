@@ -72,7 +72,11 @@ def updates_per_step(config) -> int:
 def needs_old_logprobs(config) -> bool:
     """A separate pass for old log-probs is needed when the policy moves within a step, for importance weights, and for KL in the reward."""
     algorithm = config.algorithm
-    return updates_per_step(config) > 1 or algorithm.importance_sampling_cap > 0 or (algorithm.beta > 0 and algorithm.kl_placement == "reward")
+    return updates_per_step(config) > 1 or algorithm.importance_sampling_cap > 0 or _kl_in_reward(config)
+
+
+def _kl_in_reward(config) -> bool:
+    return config.algorithm.beta > 0 and config.algorithm.kl_placement == "reward"
 
 
 def run_step(session: Session, trainer: Trainer, step: int) -> dict[str, float]:
@@ -97,7 +101,7 @@ def run_step(session: Session, trainer: Trainer, step: int) -> dict[str, float]:
         session.reporter.phase("update")
         stats = _update(config, trainer, trajectories, packing, step)
     session.reporter.record_samples(step, samples_of(session, scorer, sequence_advantages))
-    metrics = rl_metrics.of_rollout(scorer, timing) | rl_metrics.of_updates(stats) | rl_metrics.of_pool(session.pool, verdicts)
+    metrics = _reward_kl(config, trajectories) | rl_metrics.of_rollout(scorer, timing) | rl_metrics.of_updates(stats) | rl_metrics.of_pool(session.pool, verdicts)
     metrics |= {"policy/lr": float(learning_rate(build.optimizer_settings(config, config.optimizer.lr, config.stages.rl.steps * updates_per_step(config)))(
         max(trainer.policy.updates - 1, 0))), "perf/compiles": compile_counter().count - compiles, "data/epoch": trainer.order.epoch}
     return metrics
@@ -134,7 +138,7 @@ def _set_advantages(config, trainer: Trainer, scorer: StepScorer, trajectories: 
         trajectory.trained = bool(ok)
     if trainer.score_values is None:
         groups = np.arange(len(rewards)) // config.algorithm.num_generations
-        penalised = rewards - np.array([_kl_penalty(config, trajectory).sum() for trajectory in trajectories], np.float32)
+        penalised = rewards - _kl_penalties(config, trajectories).sum(1)
         values = np.asarray(estimators.group_relative(penalised, groups, scale_by_std=config.algorithm.scale_rewards, valid_B=valid))
         for trajectory, value in zip(trajectories, values, strict=True):
             trajectory.advantages = np.full(trajectory.response_length, value, np.float32)
@@ -143,24 +147,38 @@ def _set_advantages(config, trainer: Trainer, scorer: StepScorer, trajectories: 
     return np.array([trajectory.advantages.mean() for trajectory in trajectories])
 
 
-def _kl_penalty(config, trajectory: Trajectory) -> np.ndarray:
-    """beta · KL per response token when the KL sits in the reward, else zeros."""
+def _padded(arrays: list[np.ndarray]) -> np.ndarray:
+    """Numbers of responses as rows [B, T] with 0 beyond each end; T comes from few lengths, so that few programs are compiled."""
+    rows = np.zeros((len(arrays), power_bucket(max(map(len, arrays)), 64)), np.float32)
+    for row, array in zip(rows, arrays, strict=True):
+        row[: len(array)] = array
+    return rows
+
+
+def _kl_penalties(config, trajectories: list[Trajectory]) -> np.ndarray:
+    """beta · KL of every response token [B, T] when the KL sits in the reward, else zeros."""
     algorithm = config.algorithm
-    if algorithm.beta == 0 or algorithm.kl_placement != "reward":
-        return np.zeros(trajectory.response_length, np.float32)
-    return algorithm.beta * np.asarray(losses.kl_estimate(trajectory.old_logprobs, trajectory.reference_logprobs, algorithm.kl_kind))
+    if not _kl_in_reward(config):
+        return _padded([np.zeros(trajectory.response_length) for trajectory in trajectories])
+    old = _padded([trajectory.old_logprobs for trajectory in trajectories])
+    reference = _padded([trajectory.reference_logprobs for trajectory in trajectories])
+    return algorithm.beta * np.asarray(losses.kl_estimate(old, reference, algorithm.kl_kind))
+
+
+def _reward_kl(config, trajectories: list[Trajectory]) -> dict[str, float]:
+    """policy/kl as a mean over tokens when the KL sits in the reward; when it sits in the loss, the update reports it."""
+    if not _kl_in_reward(config):
+        return {}
+    tokens = sum(trajectory.response_length for trajectory in trajectories)
+    return {"policy/kl": float(_kl_penalties(config, trajectories).sum() / config.algorithm.beta / tokens)}
 
 
 def _set_gae(config, rewards: np.ndarray, valid: np.ndarray, trajectories: list[Trajectory]) -> None:
     """GAE on padded rows [B, T]: the policy's lambda for advantages, the critic's for returns."""
     algorithm = config.algorithm
-    length = power_bucket(max(trajectory.response_length for trajectory in trajectories), 64)
-    shape = (len(trajectories), length)
-    mask, values, penalties = np.zeros(shape, np.float32), np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-    for row, trajectory in enumerate(trajectories):
-        used = trajectory.response_length
-        mask[row, :used], values[row, :used], penalties[row, :used] = 1, trajectory.old_values, _kl_penalty(config, trajectory)
-    token_rewards = estimators.token_rewards(rewards, mask) - jnp.asarray(penalties)
+    mask = _padded([np.ones(trajectory.response_length) for trajectory in trajectories])
+    values = _padded([trajectory.old_values for trajectory in trajectories])
+    token_rewards = estimators.token_rewards(rewards, mask) - jnp.asarray(_kl_penalties(config, trajectories))
     advantages, _ = estimators.generalized_advantage_estimation(token_rewards, values, mask, gamma=algorithm.gamma, lam=algorithm.gae_lambda)
     _, returns = estimators.generalized_advantage_estimation(token_rewards, values, mask, gamma=algorithm.gamma, lam=algorithm.value_lambda)
     if algorithm.whiten_advantages:

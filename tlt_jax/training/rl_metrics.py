@@ -47,7 +47,10 @@ def of_rollout(scorer: StepScorer, timing: Stopwatch) -> dict[str, float]:
     if len(scored):
         metrics |= {
             "reward/mean": scored.mean(), "reward/std": scored.std(), "reward/max": scored.max(), "reward/min": scored.min(),
-            "reward/accuracy": (scored >= 1.0).mean(), "reward/groups_equal_fraction": np.mean([row.max() == row.min() for row in groups]),
+            "reward/accuracy": (scored >= 1.0).mean()}
+    if len(scored) and scorer.generations > 1:  # a group of one says nothing about its prompt
+        metrics |= {
+            "reward/groups_equal_fraction": np.mean([row.max() == row.min() for row in groups]),
             "reward/groups_all_right_fraction": np.mean([row.min() >= 1.0 for row in groups]),
             "reward/groups_all_wrong_fraction": np.mean([row.max() <= 0.0 for row in groups])}
     names = {name for score in scorer.scores for name in score.components}
@@ -67,6 +70,8 @@ def of_updates(stats: list[dict[str, float]]) -> dict[str, float]:
     renamed = {"grad_norm": "policy/grad_norm", "total_loss": "policy/total_loss"}
     metrics |= {renamed[name]: means[name] for name in renamed if name in means}
     metrics["policy/skipped_updates"] = float(sum(numbers.get("skipped", 0.0) for numbers in stats))
+    if "value/skipped_updates" in metrics:
+        metrics["value/skipped_updates"] = float(sum(numbers["value/skipped_updates"] for numbers in stats))
     if "sampler/logprob_diff_mean" in metrics:
         metrics["sampler/logprob_difference_mean"] = metrics.pop("sampler/logprob_diff_mean")
     return metrics

@@ -107,7 +107,7 @@ def batch_equation(config: ConfigDict) -> str:
     minibatches = sequences // size
     updates = minibatches * config.algorithm.num_iterations
     return (
-        f"{prompts} prompts × {generations} generations = {sequences} sequences a step; {_count(minibatches, 'minibatch', 'minibatches')} of {size}"
+        f"{_count(prompts, 'prompt')} × {_count(generations, 'generation')} = {_count(sequences, 'sequence')} a step; {_count(minibatches, 'minibatch', 'minibatches')} of {size}"
         f" × {_count(config.algorithm.num_iterations, 'iteration')} = {_count(updates, 'update')} a step; "
         f"micro-batches of ≤ {config.batch.tokens_per_microbatch:,} tokens"
     )

@@ -24,7 +24,8 @@ def make_learner(session: Session, params) -> Learner:
     run = Pass(session.model.spec, compute_dtype=build.resolve_dtype(config, "compute"), remat=config.precision.remat)
     stage = config.stages.sft
     optimizer = make_optimizer(OptimizerSettings(
-        lr=stage.lr, schedule="cosine", warmup=int(WARMUP_SHARE * stage.steps), total=stage.steps, grad_clip=config.optimizer.grad_clip))
+        lr=stage.lr, schedule="cosine", warmup=int(WARMUP_SHARE * stage.steps), total=stage.steps, b1=config.optimizer.b1,
+        b2=config.optimizer.b2, grad_clip=config.optimizer.grad_clip))
     programs = LearnerPrograms(session.meshes.train, functools.partial(language_objective, run), optimizer, params)
     return Learner(programs, params, max_skips=config.optimizer.max_skips)
 
