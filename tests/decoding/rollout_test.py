@@ -22,7 +22,12 @@ SAMPLING = make_sampling(1.0, vocabulary=29)
 NO_STOP = np.full((2,), -1, np.int32)
 KEYS = np.random.default_rng(1).integers(0, 2**32, (4, 2), dtype=np.uint32)
 admit = jax.jit(functools.partial(rollout.admit, SPEC))
-advance = jax.jit(functools.partial(rollout.advance, SPEC), static_argnames="rounds")
+run = jax.jit(functools.partial(rollout.advance, SPEC), static_argnames="loop")
+
+
+def advance(params, state, sampling, stop_ids, *, rounds):
+    return run(params, state, sampling, stop_ids, loop=rollout.Loop(rounds))
+
 
 
 @pytest.fixture(scope="module")

@@ -280,7 +280,7 @@ def test_initial_parameters_are_made_in_place_and_alike_on_every_mesh(tiny):
     made = []
     for shape in ((1, 1, 1), (1, 2, 2)):
         mesh = build_meshes(shape, 1, 1).train
-        params = policy_driver.initialise(init_program(mesh, make, policy_update.decoder.abstract_params(tiny.spec)))
+        params = init_program(mesh, make, policy_update.decoder.abstract_params(tiny.spec))()
         jax.tree.map(lambda leaf, sharding: np.testing.assert_equal(leaf.sharding, sharding), params, rules.param_shardings(mesh, params))
         made.append(movement.to_host(params))
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=1e-6), *made)

@@ -18,6 +18,13 @@ from tlt_jax.records import Emitted, SamplingParams
 PREFILL_CHUNK = 1024  # longer prompts enter the cache in pieces, which bounds the attention scores
 
 
+class Loop(NamedTuple):
+    """Static shape of a dispatch: most rounds it runs, and layers unrolled in one turn of the layer scan."""
+
+    rounds: int
+    unroll: int = 1
+
+
 class Admission(NamedTuple):
     """Prompts to prefill and the slots that continue them; several slots may share a prompt.
 
@@ -79,9 +86,9 @@ def admit(spec: PolicySpec, params: dict, state: RowState, admission: Admission,
     return state.replace(cache=state.cache.replace(lengths_B=lengths_B)), sampled, finish_A
 
 
-def advance(spec: PolicySpec, params: dict, state: RowState, sampling: SamplingParams, stop_ids_Z: jax.Array, *, rounds: int,
-            unroll: int = 1) -> tuple[RowState, Emitted]:
-    """Up to `rounds` plain rounds; ends early when no row is active."""
+def advance(spec: PolicySpec, params: dict, state: RowState, sampling: SamplingParams, stop_ids_Z: jax.Array, loop: Loop) -> tuple[RowState, Emitted]:
+    """Up to `loop.rounds` plain rounds; ends early when no row is active."""
+    rounds = loop.rounds
     rows = state.active_B.shape[0]
     row_B = jnp.arange(rows)
     empty = Emitted(
@@ -96,7 +103,7 @@ def advance(spec: PolicySpec, params: dict, state: RowState, sampling: SamplingP
         def put(stored, new):
             return stored.at[row_B, column_B].set(new, mode="drop")
 
-        after, sampled, finish_B = plain_round(spec, params, state, sampling, stop_ids_Z, unroll=unroll)
+        after, sampled, finish_B = plain_round(spec, params, state, sampling, stop_ids_Z, unroll=loop.unroll)
         emitted = Emitted(
             tokens_BR=put(emitted.tokens_BR, sampled.token_B), logprobs_BR=put(emitted.logprobs_BR, sampled.logprob_B),
             sampling_logprobs_BR=put(emitted.sampling_logprobs_BR, sampled.sampling_logprob_B), count_B=emitted.count_B + state.active_B,

@@ -50,19 +50,20 @@ def score(program, mesh, params, batches: list[PackedBatch]) -> list[np.ndarray]
 
 
 class Publisher:
-    """Weights to the slices: one reshard, then a view for every local slice; versions count up."""
+    """Weights to the slices: one reshard of what does not lie there already, then a view for every local slice; versions count up."""
 
     def __init__(self, meshes: Meshes, params, dtype: str):
         self.meshes, self.version = meshes, 0
-        self._program = publish_program(meshes, params, dtype)
+        leaves, self._tree = jax.tree.flatten(params)
+        self._targets = jax.tree.leaves(movement.publish_shardings(meshes, params))
+        self._stays = [movement.lies_there(leaf, target, dtype) for leaf, target in zip(leaves, self._targets, strict=True)]
+        self._program = publish_program([target for target, stays in zip(self._targets, self._stays, strict=True) if not stays], dtype)
 
     def publish(self, params) -> list:
         """One parameter tree per local slice, all of the next version."""
-        published = self._program(params)
+        leaves = jax.tree.leaves(params)
+        moved = iter(self._program([leaf for leaf, stays in zip(leaves, self._stays, strict=True) if not stays]))
+        layout = zip(leaves, self._targets, self._stays, strict=True)
+        published = jax.tree.unflatten(self._tree, [movement.relabel(leaf, target) if stays else next(moved) for leaf, target, stays in layout])
         self.version += 1
         return [movement.wrap_for_slice(published, mesh) for mesh in self.meshes.slices]
-
-
-def initialise(program) -> dict:
-    """Parameters from a jitted initialiser."""
-    return jax.block_until_ready(program())

@@ -100,7 +100,7 @@ class SlicePrograms:
 
         def build():
             return jax.jit(
-                functools.partial(rollout.advance, self.spec, rounds=rounds, unroll=self.unroll), donate_argnums=(1,),
+                functools.partial(rollout.advance, self.spec, loop=rollout.Loop(rounds, self.unroll)), donate_argnums=(1,),
                 out_shardings=(self._placement(rows, length), self.replicated))
 
         return self._program(("advance", rows, length, rounds), build)(params, state, sampling, stop_ids_Z)
@@ -168,7 +168,6 @@ def init_program(mesh: Mesh, make, abstract):
     return jax.jit(make, out_shardings=rules.param_shardings(mesh, abstract))
 
 
-def publish_program(meshes: Meshes, params, dtype: str):
-    """The jitted reshard from the train layout to the layout of all slices (parameters are not donated)."""
-    target = movement.publish_shardings(meshes, params)
-    return jax.jit(functools.partial(movement.reshard, dtype=jnp.dtype(dtype)), out_shardings=target)
+def publish_program(targets: list, dtype: str):
+    """The jitted reshard of a list of arrays from the train layout to the layout of all slices (parameters are not donated)."""
+    return jax.jit(functools.partial(movement.reshard, dtype=jnp.dtype(dtype)), out_shardings=targets)

@@ -52,6 +52,16 @@ def reshard(params, dtype):
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
 
+def lies_there(array: jax.Array, target: NamedSharding, dtype) -> bool:
+    """Whether publication has nothing to do for an array: same dtype, and the same part of it on every device."""
+    return array.dtype == jnp.dtype(dtype) and array.sharding.is_equivalent_to(target, array.ndim)
+
+
+def relabel(array: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """The same buffers under an equivalent sharding of another mesh."""
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, [shard.data for shard in array.addressable_shards])
+
+
 def wrap_for_slice(published, slice_mesh: Mesh):
     """The published arrays as arrays on one local slice, on the same buffers."""
     devices = set(slice_mesh.devices.flat)
@@ -61,8 +71,3 @@ def wrap_for_slice(published, slice_mesh: Mesh):
         return jax.make_array_from_single_device_arrays(array.shape, NamedSharding(slice_mesh, array.sharding.spec), shards)
 
     return jax.tree.map(wrap, published)
-
-
-def cast_tree(params, dtype):
-    """Floating leaves in another dtype (traced)."""
-    return jax.tree.map(lambda leaf: leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, params)
