@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tlt_jax.training.experience import Packing, Trajectory, pack, row_length, unpack
+from tlt_jax.training.experience import Packing, Trajectory, pack, packing_for, unpack
 
 FIELDS = {
     "advantages": "advantages_BT", "old_logprobs": "old_logprobs_BT", "reference_logprobs": "reference_logprobs_BT", "old_values": "old_values_BT",
@@ -30,7 +30,7 @@ def make(lengths):
 @given(lengths=shapes, rows=st.sampled_from([1, 2, 4]), budget=st.integers(1, 4))
 def test_every_number_of_every_sequence_is_there_once_at_its_token(lengths, rows, budget):
     trajectories = make(lengths)
-    columns = row_length(max(len(one.tokens) for one in trajectories))
+    columns = max(len(one.tokens) for one in trajectories)
     packed = pack(trajectories, Packing(columns * rows * budget, rows, columns))
     assert len({batch.tokens_BT.shape for batch in packed.batches}) == len({batch.targets_BM.shape for batch in packed.batches}) == 1
     assert all(batch.tokens_BT.size <= columns * rows * budget and len(batch.tokens_BT) % rows == 0 for batch in packed.batches)
@@ -67,5 +67,8 @@ def test_numbers_that_an_algorithm_does_not_have_are_zeros():
     assert not any(getattr(batch, name).any() for name in FIELDS.values() if name != "rollout_logprobs_BT")
 
 
-def test_row_lengths_are_few_and_hold_the_sequence():
-    assert [row_length(length) for length in (1, 64, 65, 96, 97, 128, 129, 192, 193)] == [64, 64, 96, 96, 128, 128, 192, 192, 256]
+def test_packed_rows_hold_the_longest_sequence_and_two_usual_ones_where_the_budget_allows():
+    assert packing_for([100, 100, 300], 128, 4096, 1).row_length == 640  # 2 · 1.05 · (167 + 128), in steps of 32
+    assert packing_for([100, 100, 900], 128, 4096, 1).row_length == 1056
+    assert packing_for([100, 100, 300], 128, 1000, 2).row_length == 500
+    assert packing_for([100], 20, 64, 1).row_length == 120

@@ -246,6 +246,14 @@ def test_the_first_steps_train_the_critic_alone_and_old_values_are_those_before_
     values = np.concatenate([numbers["old_values"] for _, _, numbers in run.sequences("critic", update=1)])
     assert np.unique(values).size > 10
     assert run.updates["critic"][1][1]["value/mean"] == pytest.approx(values.mean(), rel=1e-4)
+    rewards = {sample.response: sample.reward for sample in run.samples(2)}
+    for tokens, length, numbers in run.sequences("policy"):
+        advantage, later, expected = 0.0, 0.0, []
+        for place, value in list(enumerate(numbers["old_values"]))[::-1]:
+            reward = rewards[text_of(run, tokens[length:])] if place == len(numbers["old_values"]) - 1 else 0.0
+            advantage, later = reward + later - value + 0.95 * advantage, value
+            expected.insert(0, advantage)
+        np.testing.assert_allclose(numbers["advantages"], expected, rtol=1e-4, atol=1e-6)
 
 
 def moved(reference):
@@ -294,6 +302,7 @@ def test_evaluation_with_a_value_head_on_the_policy_publishes_the_policy_alone(t
     assert VALUE_HEAD in run.trainer.policy.params
     assert evaluate(run.session, run.trainer.policy.params, 0)["reward/heldout_mean"] > 0
     assert run.session.policy_version == 1
+    assert all(VALUE_HEAD not in view for view in run.session.publish(run.trainer.policy.params))
 
 
 def test_a_second_step_of_the_same_shapes_compiles_nothing(trial):

@@ -17,7 +17,6 @@ from tlt_jax.decoding.rounds import RowState
 from tlt_jax.models.specs import PolicySpec
 from tlt_jax.objectives import policy_update
 from tlt_jax.sharding import movement, rules
-from tlt_jax.sharding.meshes import Meshes
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 

@@ -7,7 +7,6 @@ import bisect
 from collections.abc import Sequence
 from typing import NamedTuple
 
-
 _SHAPES = 8  # row counts of a micro-batch that may occur
 
 

@@ -14,14 +14,16 @@ from tlt_jax.models import decoder
 from tlt_jax.runtime.rollout_driver import CACHE_BUCKETS, ROW_BUCKETS, SMALLEST_PREFILL, row_bucket
 from tlt_jax.scheduling.batching import length_bucket, power_bucket
 from tlt_jax.sharding.meshes import Meshes
+from tlt_jax.sharding.rules import batch_rows_multiple
 from tlt_jax.tasks.prompts import Prompt
 from tlt_jax.training import build, memory_estimate, rl
-from tlt_jax.training.experience import row_length
+from tlt_jax.training.experience import packing_for
 from tlt_jax.training.memory_estimate import MemoryEstimate
 from tlt_jax.training.rollout_phase import check_lengths
 from tlt_jax.training.settings import Config, declared_keys, read_key
 from tlt_jax.training.settings_rules import batch_equation
 
+ROW_COUNTS = 8  # rows of a micro-batch come in eighths of the budget
 TARGET_WIDTHS = 4  # response columns of a micro-batch come in quarters of a row
 
 
@@ -32,7 +34,6 @@ class Shapes:
     rows: tuple[int, ...]
     caches: tuple[int, ...]
     prefills: tuple[int, ...]
-    train_rows: tuple[int, ...]
 
 
 def run(config: Config) -> int:
@@ -44,9 +45,10 @@ def run(config: Config) -> int:
     check_lengths(model.spec, prompts, config.rollout.max_new_tokens, lambda prompt: f"{prompt.source}, row {prompt.row}")
     meshes = build.make_meshes(config)
     shapes = possible_shapes(config, prompts, len(meshes.slices))
-    memory = memory_estimate.estimate(config, model.spec, meshes, row_length=shapes.train_rows[-1], cache_length=shapes.caches[-1])
-    limit = memory_estimate.device_limit()
     lengths = [len(prompt.prompt_ids) for prompt in prompts]
+    packing = packing_for(lengths, config.rollout.max_new_tokens, config.batch.tokens_per_microbatch, batch_rows_multiple(meshes.train))
+    memory = memory_estimate.estimate(config, model.spec, meshes, row_length=packing.row_length, cache_length=shapes.caches[-1])
+    limit = memory_estimate.device_limit()
     data = f"{len(task.prompts())} training and {len(held_out.prompts()) if held_out is not None else 0} held-out prompts of {task.name}"
     sections = (
         ("config", config_lines(config)),
@@ -56,7 +58,7 @@ def run(config: Config) -> int:
             f"{', '.join(map(str, model.stop_ids))}", f"{data}, {min(lengths)} to {max(lengths)} tokens"]),
         ("batch", [batch_equation(config)] if "rl" in config.stages.order else ["no RL stage"]),
         ("memory of one device, in MiB (estimate)", memory_lines(memory, limit)),
-        ("programs (at most)", program_lines(config, shapes, len(meshes.slices))))
+        ("programs (at most)", program_lines(config, shapes, packing.row_length, len(meshes.slices))))
     for title, lines in sections:
         print(f"{title}\n" + "\n".join(f"  {line}" for line in lines))
     if limit is not None and memory.smallest_slice > limit:
@@ -92,15 +94,13 @@ def possible_shapes(config: Config, prompts: Sequence[Prompt], slices: int) -> S
     evaluated = min(len(prompts), config.evaluation.limit or len(prompts)) * config.evaluation.num_generations
     most = min(rollout.slots, -(-max(trained, evaluated) // slices))
     caches = sorted({length_bucket(length + rollout.max_new_tokens, CACHE_BUCKETS) for length in lengths})
-    longest = lengths[-1] + rollout.max_new_tokens
     return Shapes(
         rows=tuple(sorted({row_bucket(rows, rollout.slots) for rows in (1, most, *ROW_BUCKETS) if rows <= max(most, 1)})),
         caches=tuple(caches),
-        prefills=tuple(sorted({min(power_bucket(length, SMALLEST_PREFILL), caches[-1]) for length in lengths})),
-        train_rows=tuple(sorted({row_length(length) for length in range(lengths[0] + 1, longest + 1)})))
+        prefills=tuple(sorted({min(power_bucket(length, SMALLEST_PREFILL), caches[-1]) for length in lengths})))
 
 
-def program_lines(config: Config, shapes: Shapes, slices: int) -> list[str]:
+def program_lines(config: Config, shapes: Shapes, row_length: int, slices: int) -> list[str]:
     """What can be compiled: a product of buckets each, of which a run meets the part that its lengths lead to."""
     rows, caches, prefills = len(shapes.rows), len(shapes.caches), len(shapes.prefills)
     kinds = {
@@ -109,7 +109,7 @@ def program_lines(config: Config, shapes: Shapes, slices: int) -> list[str]:
         f"row buckets {_listed(shapes.rows)}; cache buckets {_listed(shapes.caches)}; prefill buckets {_listed(shapes.prefills)}",
         f"one slice: {', '.join(f'{count} {name}' for name, count in kinds.items())} = {sum(kinds.values())}; "
         f"x {slices} slices = {sum(kinds.values()) * slices}"]
-    shapes_of_training = len(shapes.train_rows) * TARGET_WIDTHS
+    shapes_of_training = ROW_COUNTS * TARGET_WIDTHS
     algorithm = config.algorithm
     passes = []
     if "rl" in config.stages.order:
@@ -117,7 +117,7 @@ def program_lines(config: Config, shapes: Shapes, slices: int) -> list[str]:
         passes += ["log-probs"] if rl.needs_old_logprobs(config) or algorithm.beta > 0 else []
         passes += ["values"] if algorithm.name == "ppo" else []
     passes += ["supervised update"] if "sft" in config.stages.order else []
-    lines.append(f"training: row lengths {_listed(shapes.train_rows)} x at most {TARGET_WIDTHS} target widths for {', '.join(passes)} = "
+    lines.append(f"training: rows of {row_length} tokens, at most {ROW_COUNTS} row counts x {TARGET_WIDTHS} target widths for {', '.join(passes)} = "
                  f"{shapes_of_training * len(passes)}; and one apply for each network, one publication")
     return lines
 

@@ -4,11 +4,14 @@ Sequences keep the order they are given in (prompt, sample), so what is trained 
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
 from tlt_jax.records import PackedBatch
 from tlt_jax.scheduling import batching
+
+SLACK = 1.05  # room for two sequences that are a little longer than usual
 
 
 @dataclasses.dataclass
@@ -48,9 +51,14 @@ class Packed:
     places: list[tuple[int, int, int]]
 
 
-def row_length(longest: int) -> int:
-    """Columns for sequences of at most `longest` tokens: 64 · 2^k or 96 · 2^k, so that few shapes occur."""
-    return min(batching.power_bucket(longest, 64), batching.power_bucket(longest, 96))
+def packing_for(prompt_lengths: Sequence[int], max_new_tokens: int, tokens_per_microbatch: int, row_multiple: int) -> Packing:
+    """The one packing of a run: rows hold the longest sequence that may occur, better two of mean prompt and longest answer side by side, in steps of 32.
+
+    It depends on nothing that a rollout produced, so a run compiles one row shape and a resumed run packs alike.
+    """
+    longest, typical = max(prompt_lengths) + max_new_tokens, sum(prompt_lengths) / len(prompt_lengths) + max_new_tokens
+    wanted = -(-max(longest, round(2 * SLACK * typical)) // 32) * 32
+    return Packing(tokens_per_microbatch, row_multiple, max(longest, min(wanted, tokens_per_microbatch // row_multiple)))
 
 
 def pack(trajectories: list[Trajectory], packing: Packing) -> Packed:

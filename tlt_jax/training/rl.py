@@ -92,7 +92,7 @@ def run_step(session: Session, trainer: Trainer, step: int) -> dict[str, float]:
     with timing.of("reward"):
         scorer.finish()
     trajectories = [_trajectory(completion) for completion in scorer.completions]
-    packing = session.packing(max(len(one.tokens) for one in trajectories))
+    packing = session.packing
     with timing.of("score"):
         session.reporter.phase("scoring")
         _score(session, trainer, trajectories, packing)

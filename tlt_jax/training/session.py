@@ -1,6 +1,7 @@
 """The parts that every stage of a run shares, opened once: model, data, meshes, slices, reward pool, reporter."""
 
 import dataclasses
+import functools
 
 from tlt_jax.objectives.policy_update import VALUE_HEAD
 from tlt_jax.rewards.pool import RewardPool
@@ -11,7 +12,7 @@ from tlt_jax.sharding.meshes import Meshes
 from tlt_jax.sharding.rules import batch_rows_multiple
 from tlt_jax.tasks.prompts import Prompt, Task
 from tlt_jax.training import build
-from tlt_jax.training.experience import Packing, row_length
+from tlt_jax.training.experience import Packing, packing_for
 from tlt_jax.training.reporting import Reporter
 from tlt_jax.training.rollout_phase import Engine, Phase, Weights
 from tlt_jax.training.scoring import StepScorer
@@ -47,10 +48,11 @@ class Session:
         """The version published last, counted over all processes of the run."""
         return self.published if self.publisher is None else self.publisher.version
 
-    def packing(self, longest: int) -> Packing:
-        """Micro-batches for sequences of at most `longest` tokens."""
-        budget, rows = self.config.batch.tokens_per_microbatch, batch_rows_multiple(self.meshes.train)
-        return Packing(budget, rows, min(row_length(longest), max(longest, budget // rows)))
+    @functools.cached_property
+    def packing(self) -> Packing:
+        """The one shape of packed rows of the run."""
+        lengths = [len(prompt.prompt_ids) for prompt in self.task.prompts()]
+        return packing_for(lengths, self.config.rollout.max_new_tokens, self.config.batch.tokens_per_microbatch, batch_rows_multiple(self.meshes.train))
 
     def generate(self, views: list, prompts: list[Prompt], phase: Phase) -> StepScorer:
         """Roll out `phase.generations` completions of every prompt on the published `views` and score them on the way."""

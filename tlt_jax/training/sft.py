@@ -35,7 +35,7 @@ def step(session: Session, learner: Learner, order: PromptOrder) -> dict[str, fl
     started = time.monotonic()
     prompts = session.task.prompts()
     chosen = [_worked(session, prompts[index]) for index in order.draw(session.config.stages.sft.batch)]
-    packed = pack(chosen, session.packing(max(len(one.tokens) for one in chosen)))
+    packed = pack(chosen, session.packing)
     stats = learner.update(packed.batches)
     seconds = time.monotonic() - started
     tokens = sum(len(one.tokens) for one in chosen)
@@ -47,6 +47,11 @@ def step(session: Session, learner: Learner, order: PromptOrder) -> dict[str, fl
 def _worked(session: Session, prompt) -> Trajectory:
     tokenizer = session.model.tokenizer
     answer = tokenizer.encode(session.task.worked_solution(prompt), add_special_tokens=False) + [tokenizer.eos_id]
+    length, room = len(prompt.prompt_ids) + len(answer), session.packing.row_length
+    if length > room:
+        raise ValueError(
+            f"{prompt.source}, row {prompt.row}: prompt and worked answer have {length} tokens, more than the {room} of a packed row (longest prompt + "
+            f"rollout.max_new_tokens): raise rollout.max_new_tokens")
     return Trajectory(np.array([*prompt.prompt_ids, *answer], np.int32), len(prompt.prompt_ids), np.zeros(len(answer), np.float32))
 
 
