@@ -1,6 +1,7 @@
 """What the train command says about bad input: one line that names what, where and what to do, exit code 2, and nothing done on a device before."""
 
 import json
+import pathlib
 import subprocess
 import sys
 
@@ -11,14 +12,17 @@ from safetensors.numpy import load_file, save_file
 
 from tlt_jax import train
 from tlt_jax.checkpoints.huggingface_export import save_policy
+from tlt_jax.checkpoints.run_state import SaveFailed
 from tlt_jax.models import decoder
 from tlt_jax.models.specs import PolicySpec, RopeSpec
+from tlt_jax.runtime.policy_driver import NonFiniteUpdates
 from tlt_jax.tasks.character_tokenizer import character_tokenizer
-from tlt_jax.training import build
+from tlt_jax.training import build, stages
 
 SPEC = PolicySpec(
     family="llama", vocab_size=24, hidden_size=16, intermediate_size=8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, rope=RopeSpec("default", 1e4),
     rms_norm_eps=1e-5, max_position_embeddings=64, tied=False, qkv_bias=False, output_bias=False, mlp_bias=False, qk_norm=False, windows=(None, None))
+ROOT = pathlib.Path(__file__).parents[1]
 ROW = {"prompt": "ab", "answer": "c"}
 
 
@@ -246,6 +250,28 @@ def test_a_reward_file_that_is_not_there_is_refused_before_the_first_worker(tmp_
     assert (code, capsys.readouterr().err) == (2, "python -m tlt_jax.train: error: reward.path=nowhere.py: there is no such file\n")
 
 
+def test_a_micro_batch_that_cannot_give_each_device_a_sequence_is_refused_before_the_first_step(tmp_path, model, rows, monkeypatch, capsys):
+    rows(*[ROW] * 4)
+    monkeypatch.setattr(build, "make_params", lambda *_: pytest.fail("device work began"))
+    code = train.main([
+        f"--workdir={tmp_path / 'run'}", f"--config.model.path={model}", "--config.data.task=prompts", "--config.reward.kind=exact",
+        f"--config.data.path={tmp_path / 'rows.jsonl'}", "--config.rollout.max_new_tokens=8", "--config.data.max_prompt_tokens=8",
+        "--config.batch.prompts_per_step=2", "--config.batch.tokens_per_microbatch=80"])
+    said = capsys.readouterr().err
+    assert code == 2 and "batch.tokens_per_microbatch=80 cannot hold one sequence of 11 tokens" in said
+    assert "each of the 8 devices" in said and "at least 88" in said
+
+
+@pytest.mark.parametrize("error", [SaveFailed(3, "checkpoints", "the disk is full"), NonFiniteUpdates("5 updates in a row")])
+def test_a_run_that_is_given_up_ends_with_exit_code_1_and_one_line(tmp_path, monkeypatch, capsys, error):
+    def give_up(*_):
+        raise error
+
+    monkeypatch.setattr(stages, "run", give_up)
+    assert train.main([f"--workdir={tmp_path}"]) == 1
+    assert capsys.readouterr().err == f"python -m tlt_jax.train: error: {error}\n"
+
+
 def test_in_a_process_of_its_own_a_cut_shard_starts_no_backend(model, rows, tmp_path):
     shard = sorted(model.glob("model-*.safetensors"))[1]
     shard.write_bytes(shard.read_bytes()[:-1])
@@ -254,6 +280,6 @@ def test_in_a_process_of_its_own_a_cut_shard_starts_no_backend(model, rows, tmp_
         "print(xla_bridge.backends_are_initialized()); sys.exit(code)")
     options = [f"--workdir={tmp_path / 'run'}", f"--config.model.path={model}", "--config.data.task=prompts", "--config.reward.kind=exact"]
     done = subprocess.run(
-        [sys.executable, "-c", code, *options, f"--config.data.path={rows(ROW)}"], capture_output=True, text=True, timeout=300, cwd=train.__file__.rsplit("/", 2)[0])
+        [sys.executable, "-c", code, *options, f"--config.data.path={rows(ROW)}"], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (2, "False\n"), done.stderr
     assert str(shard) in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr

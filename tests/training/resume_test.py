@@ -163,7 +163,8 @@ def test_the_run_that_was_compared_learned_something_and_drew_every_prompt_of_ea
     assert all(record["policy/grad_norm"] > 0 and record["policy/kl"] is not None for record in records)
     assert sum(record["reward/unscored"] for record in records) > 0
     assert [record["data/epoch"] for record in records] == [0, 0, 0, 1, 1, 1, 2]
-    drawn = [[sample["prompt"] for sample in grpo.records("straight", "samples") if sample["kind"] == "train" and sample["step"] == step] for step in range(1, 8)]
+    samples = [sample for sample in grpo.records("straight", "samples") if sample["kind"] == "train"]
+    drawn = [[sample["prompt"] for sample in samples if sample["step"] == step] for step in range(1, 8)]
     epochs = [drawn[0] + drawn[1] + drawn[2], drawn[3] + drawn[4] + drawn[5]]
     assert sorted(epochs[0]) == sorted(epochs[1]) and epochs[0] != epochs[1]
     assert all(len(step) == 8 and step[0::2] == step[1::2] for step in drawn)

@@ -1,7 +1,7 @@
 """Generated arithmetic with a worked solution, for the quickstart: `47-8+5=?` -> `47-8=39`, `39+5=44`, `#### 44`, a line each.
 
-A problem is a number up to 99 and a chain of 1 to `max_steps` operations with one-digit numbers; every value on the way is 0 to 99. Multiplication comes first if at all,
-so that working from the left is also the rule of school. The number of steps has a power-law tail, and with it the length of a right response.
+A problem is a number up to 99 and a chain of 1 to `max_steps` operations with one-digit numbers; every value on the way is 0 to 99. Multiplication comes
+first if at all, so that working from the left is also the rule of school. The number of steps has a power-law tail, and with it the length of a right response.
 
 A problem depends on (seed, split, index) only. A text belongs to one split for every seed (by its hash), so held-out problems are
 in no training set, whatever its seed or size; their indices start at HELD_OUT_FIRST.
@@ -46,7 +46,8 @@ class ArithmeticSettings:
     multiply_share: float = 0.2  # share of the problems that start with a multiplication
 
     def __post_init__(self):
-        if self.max_steps < 1 or not 1 <= self.start_max <= LARGEST or not 1 <= self.operand_max <= 9 or self.tail_exponent < 0 or not 0 <= self.multiply_share <= 1:
+        numbers = 1 <= self.start_max <= LARGEST and 1 <= self.operand_max <= 9
+        if self.max_steps < 1 or not numbers or self.tail_exponent < 0 or not 0 <= self.multiply_share <= 1:
             raise ValueError(f"{self}: max_steps >= 1, start_max 1 to 99, operand_max 1 to 9, tail_exponent >= 0 and multiply_share 0 to 1 are expected")
 
 

@@ -45,7 +45,9 @@ def heldout_metrics(scorer: StepScorer, n: int) -> dict[str, float]:
     rewards = np.array([score.score or 0.0 for score in scorer.scores])
     right = (rewards >= 1.0).reshape(-1, n)
     lengths = np.array([len(completion.token_ids) for completion in scorer.completions])
-    metrics = {"reward/heldout_accuracy": float(right.mean()), "reward/heldout_mean": float(rewards.mean()), "completions/heldout_length_mean": float(lengths.mean())}
+    metrics = {
+        "reward/heldout_accuracy": float(right.mean()), "reward/heldout_mean": float(rewards.mean()),
+        "completions/heldout_length_mean": float(lengths.mean())}
     for k in [1 << power for power in range(1, n.bit_length()) if 1 << power <= n]:
         metrics[f"reward/heldout_pass_at_{k}"] = float(np.mean([pass_at_k(n, int(row.sum()), k) for row in right]))
     if n > 1:

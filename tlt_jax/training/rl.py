@@ -48,7 +48,8 @@ def make_trainer(session: Session, params, reference, order: PromptOrder) -> Tra
         params = params | {VALUE_HEAD: build.zero_value_head(spec)}
     objective = PolicyObjective(run, settings, on_policy=not needs_old_logprobs(config), shared_critic=shared, with_entropy=True)
     optimizer = make_optimizer(build.optimizer_settings(config, config.optimizer.lr, updates))
-    policy = Learner(LearnerPrograms(mesh, functools.partial(policy_update.policy_objective, objective), optimizer, params), params, max_skips=config.optimizer.max_skips)
+    programs = LearnerPrograms(mesh, functools.partial(policy_update.policy_objective, objective), optimizer, params)
+    policy = Learner(programs, params, max_skips=config.optimizer.max_skips)
     critic, score_values = None, None
     if shared:
         score_values = score_program(mesh, functools.partial(policy_update.score_values, run, head=VALUE_HEAD))
@@ -101,10 +102,15 @@ def run_step(session: Session, trainer: Trainer, step: int) -> dict[str, float]:
         session.reporter.phase("update")
         stats = _update(config, trainer, trajectories, packing, step)
     session.reporter.record_samples(step, samples_of(session, scorer, sequence_advantages))
-    metrics = _reward_kl(config, trajectories) | rl_metrics.of_rollout(scorer, timing) | rl_metrics.of_updates(stats) | rl_metrics.of_pool(session.pool, verdicts)
-    metrics |= {"policy/lr": float(learning_rate(build.optimizer_settings(config, config.optimizer.lr, config.stages.rl.steps * updates_per_step(config)))(
-        max(trainer.policy.updates - 1, 0))), "perf/compiles": compile_counter().count - compiles, "data/epoch": trainer.order.epoch}
-    return metrics
+    metrics = rl_metrics.of_rollout(scorer, timing) | rl_metrics.of_updates(stats) | rl_metrics.of_pool(session.pool, verdicts)
+    metrics |= _reward_kl(config, trajectories)
+    return metrics | {"policy/lr": _policy_lr(config, trainer), "perf/compiles": compile_counter().count - compiles, "data/epoch": trainer.order.epoch}
+
+
+def _policy_lr(config, trainer: Trainer) -> float:
+    """Learning rate of the step's last policy update."""
+    settings = build.optimizer_settings(config, config.optimizer.lr, config.stages.rl.steps * updates_per_step(config))
+    return float(learning_rate(settings)(max(trainer.policy.updates - 1, 0)))
 
 
 def _trajectory(completion) -> Trajectory:

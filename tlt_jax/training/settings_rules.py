@@ -99,6 +99,18 @@ def resolve_slices(slices: int, tensor: int, devices: int) -> int:
     return number
 
 
+def copy_with(config: ConfigDict, changes: Mapping[str, object]) -> ConfigDict:
+    """A copy of the config with other values at dotted names."""
+    copy = ConfigDict(config.to_dict())
+    for name, value in changes.items():
+        *groups, last = name.split(".")
+        group = copy
+        for part in groups:
+            group = group[part]
+        group[last] = value
+    return copy.lock()
+
+
 def batch_equation(config: ConfigDict) -> str:
     """One line that says how prompts become sequences, minibatches and micro-batches of one RL step."""
     prompts, generations = config.batch.prompts_per_step, config.algorithm.num_generations
@@ -107,8 +119,8 @@ def batch_equation(config: ConfigDict) -> str:
     minibatches = sequences // size
     updates = minibatches * config.algorithm.num_iterations
     return (
-        f"{_count(prompts, 'prompt')} × {_count(generations, 'generation')} = {_count(sequences, 'sequence')} a step; {_count(minibatches, 'minibatch', 'minibatches')} of {size}"
-        f" × {_count(config.algorithm.num_iterations, 'iteration')} = {_count(updates, 'update')} a step; "
+        f"{_count(prompts, 'prompt')} × {_count(generations, 'generation')} = {_count(sequences, 'sequence')} a step; "
+        f"{_count(minibatches, 'minibatch', 'minibatches')} of {size} × {_count(config.algorithm.num_iterations, 'iteration')} = {_count(updates, 'update')} a step; "
         f"micro-batches of ≤ {config.batch.tokens_per_microbatch:,} tokens"
     )
 
@@ -226,6 +238,7 @@ def _rollout_problems(config) -> list[str]:
 
 def _algorithm_problems(config) -> list[str]:
     algorithm = config.algorithm
+    shared = algorithm.name == "ppo" and algorithm.critic == "shared"
     return _found(
         (
             algorithm.name == "grpo" and algorithm.num_generations < 2,
@@ -237,6 +250,15 @@ def _algorithm_problems(config) -> list[str]:
         ),
         (algorithm.dual_clip != 0 and algorithm.dual_clip <= 1, f"algorithm.dual_clip={algorithm.dual_clip} must be above 1, or 0 for off"),
         (not math.isfinite(algorithm.entropy_coef), f"algorithm.entropy_coef={algorithm.entropy_coef} must be a finite number"),
+        (
+            shared and algorithm.loss_agg_mode != "token-mean",
+            f"algorithm.critic=shared sums policy and value loss, and the value loss is a token mean: set algorithm.loss_agg_mode=token-mean (not "
+            f"{algorithm.loss_agg_mode}) or algorithm.critic=separate",
+        ),
+        (
+            shared and algorithm.critic_warmup_steps > 0,
+            "algorithm.critic_warmup_steps trains the critic alone, and algorithm.critic=shared has none of its own: set it to 0 or algorithm.critic=separate",
+        ),
         (algorithm.name == "grpo" and algorithm.critic_warmup_steps > 0, "algorithm.critic_warmup_steps needs algorithm.name=ppo: grpo has no critic"),
     )
 
