@@ -36,14 +36,14 @@ def get_config():
     config.logging.update({"samples_per_step": 100, "tensorboard": False})
     return config
 '''
-# The reward moves with every response, fails once in a run, and stops the trainer (its parent) in the middle of a step when it is told to.
+# The reward moves with every response, scores not every one of step 2, and stops the trainer (its parent) in the middle of a step when it is told to.
 REWARD = '''
 import os, signal
 
 def score(prompt, response, answer, metadata, step):
     if os.environ.get("STOP_IN_STEP") == str(step):
         os.kill(os.getppid(), signal.SIGTERM)
-    if step == 2 and response.startswith(("0", "1", "2", "3")):
+    if step == 2 and sum(map(ord, response)) % 2:
         return None
     return sum(character in "02468" for character in response) / 12
 '''

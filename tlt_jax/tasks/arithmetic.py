@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from tlt_jax.tasks.columns import Columns
-from tlt_jax.tasks.prompts import Prompt, PromptSettings, render_prompts
+from tlt_jax.tasks.prompts import LengthReport, Prompt, PromptSettings, render_prompts
 from tlt_jax.tasks.text_files import DataError, Row
 from tlt_jax.tasks.tokenizer import Tokenizer
 
@@ -138,12 +138,20 @@ class ArithmeticTask:
         """`score`: exact, and picklable by name."""
         return score
 
+    def describe(self) -> str:
+        """One line for the start of a run."""
+        return self._rendered[1].describe()
+
     @functools.cached_property
-    def _prompts(self) -> tuple[Prompt, ...]:
+    def _rendered(self) -> tuple[list[Prompt], LengthReport]:
         first = HELD_OUT_FIRST if self.split == "held_out" else 0
         rows = [_row(self.settings, self.seed, index) for index in range(first, first + self.size)]
         columns = Columns(prompt="question", answer="answer", source="data_source", id="id", difficulty="steps")
-        return tuple(render_prompts(rows, columns, self.tokenizer, self.prompt_settings)[0])
+        return render_prompts(rows, columns, self.tokenizer, self.prompt_settings)
+
+    @functools.cached_property
+    def _prompts(self) -> tuple[Prompt, ...]:
+        return tuple(self._rendered[0])
 
     def prompts(self) -> tuple[Prompt, ...]:
         """All problems of the split; `columns` of a prompt hold question, worked `solution`, answer, steps."""

@@ -44,6 +44,9 @@ class Task(Protocol):
     def prompts(self) -> Sequence[Prompt]:
         """All prompts, in the order of the data; the same list on every call."""
 
+    def describe(self) -> str:
+        """Lines for the start of a run: which columns were matched, what the length limit did."""
+
     def worked_solution(self, prompt: Prompt) -> str:
         """A response to learn from in supervised warm-up. Raises DataError when the task has none."""
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 
 from tlt_jax.tasks.columns import Columns
-from tlt_jax.tasks.prompts import Prompt, PromptSettings, render_prompts
+from tlt_jax.tasks.prompts import LengthReport, Prompt, PromptSettings, render_prompts
 from tlt_jax.tasks.text_files import DataError, Row
 from tlt_jax.tasks.tokenizer import Tokenizer
 
@@ -80,15 +80,22 @@ class ReasoningGymTask:
         """The verdict, picklable."""
         return ReasoningGymScorer(self.dataset, self.size, self.seed, json.dumps(dict(self.arguments), sort_keys=True))
 
+    def describe(self) -> str:
+        """One line for the start of a run."""
+        return self._rendered[1].describe()
+
     @functools.cached_property
     def _prompts(self) -> tuple[Prompt, ...]:
+        return tuple(dataclasses.replace(prompt, answer=str(prompt.columns["answer"] or "")) for prompt in self._rendered[0])
+
+    @functools.cached_property
+    def _rendered(self) -> tuple[list[Prompt], LengthReport]:
         settings = self.prompt_settings
         if not settings.instruction:
             settings = dataclasses.replace(settings, instruction=INSTRUCTION)
         rows = [self._row(index) for index in range(self.size)]
         columns = Columns(prompt="question", source="data_source", id="id")
-        prompts, _ = render_prompts(rows, columns, self.tokenizer, settings)
-        return tuple(dataclasses.replace(prompt, answer=str(prompt.columns["answer"] or "")) for prompt in prompts)
+        return render_prompts(rows, columns, self.tokenizer, settings)
 
     def _row(self, index: int) -> Row:
         entry = _entry(self.scorer, index)

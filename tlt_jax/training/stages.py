@@ -4,6 +4,7 @@ Everything needed to continue is one tree per checkpoint: networks and optimizer
 """
 
 import dataclasses
+import math
 import pathlib
 
 import jax
@@ -97,8 +98,7 @@ def run(config: Config, workdir: str) -> None:
 
 
 def _describe(task, name: str) -> str:
-    prompts = task.prompts()
-    return f"{name} data: {task.name}, {len(prompts)} prompts, longest {max(len(prompt.prompt_ids) for prompt in prompts)} tokens"
+    return f"{name} data: {task.name}; {task.describe()}"
 
 
 def check_data(config: Config, model: build.Model, task: Task, held_out: Task | None) -> None:
@@ -281,7 +281,8 @@ def _save_if_due(whole: Run, stage: Stage, number: int, metrics: dict) -> None:
         "stage": stage.name, "stage_step": number, "policy_version": session.policy_version, "order": stage.order.state(),
         "config": _flat(config.to_dict()), "heldout": [list(pair) for pair in whole.heldout],
         "counters": {name: [learner.updates, learner.skipped, learner.skips_in_a_row] for name, learner in stage.learners.items()}}
-    best = {BEST_METRIC: metrics[BEST_METRIC]} if BEST_METRIC in metrics else None
+    # NaN ranks last: a step that was not evaluated is never the best one.
+    best = None if session.held_out is None else {BEST_METRIC: metrics.get(BEST_METRIC, math.nan)}
     whole.store.save(whole.offset + number, stage.arrays(), host, best)
     if stop or (last and stage.name == config.stages.order[-1]):
         failed = whole.store.wait()
