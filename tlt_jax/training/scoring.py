@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-from tlt_jax.rewards.items import RewardItem, Scored
+from tlt_jax.rewards.items import RewardError, RewardItem, Scored
 from tlt_jax.rewards.pool import RewardPool
 from tlt_jax.strategies import Completion
 from tlt_jax.tasks.prompts import Prompt
@@ -60,6 +60,18 @@ class StepScorer:
         return RewardItem(
             prompt=prompt.text, response=response_text(self.tokenizer, completion), answer=prompt.answer, data_source=prompt.source, metadata=prompt.columns,
             prompt_ids=completion.request.prompt_ids, response_ids=completion.token_ids, finish_reason=completion.finish_reason, step=self.step)
+
+
+def check_reward(pool: RewardPool, prompt: Prompt) -> str:
+    """What a user's reward gives to the reference answer and to nothing, before any rollout. Raises RewardError when it fails on either."""
+    check = pool.self_check(RewardItem(
+        prompt=prompt.text, response="", answer=prompt.answer, data_source=prompt.source, metadata=prompt.columns, prompt_ids=prompt.prompt_ids))
+    for scored in (check.right, check.empty):
+        if scored.error is not None:
+            raise RewardError(f"the reward function failed on the first prompt ({prompt.source}, row {prompt.row}):\n{scored.error}")
+    return (
+        f"reward check on {prompt.source}, row {prompt.row}: its answer in a box scores {check.right.score}, an empty response {check.empty.score} "
+        f"({check.right.seconds:.2f} s)")
 
 
 def response_text(tokenizer: Tokenizer, completion: Completion) -> str:

@@ -120,7 +120,8 @@ def batch_equation(config: ConfigDict) -> str:
     updates = minibatches * config.algorithm.num_iterations
     return (
         f"{_count(prompts, 'prompt')} × {_count(generations, 'generation')} = {_count(sequences, 'sequence')} a step; "
-        f"{_count(minibatches, 'minibatch', 'minibatches')} of {size} × {_count(config.algorithm.num_iterations, 'iteration')} = {_count(updates, 'update')} a step; "
+        f"{_count(minibatches, 'minibatch', 'minibatches')} of {size} × {_count(config.algorithm.num_iterations, 'iteration')} = "
+        f"{_count(updates, 'update')} a step; "
         f"micro-batches of ≤ {config.batch.tokens_per_microbatch:,} tokens"
     )
 

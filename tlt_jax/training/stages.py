@@ -22,6 +22,7 @@ from tlt_jax.training.preemption import PreemptionSignal
 from tlt_jax.training.profiling import StepProfile
 from tlt_jax.training.reporting import Reporter, ReportSettings, SilentReporter
 from tlt_jax.training.rollout_phase import check_lengths
+from tlt_jax.training.scoring import check_reward
 from tlt_jax.training.session import Session
 from tlt_jax.training.settings import Config
 from tlt_jax.training.settings_rules import batch_equation
@@ -91,6 +92,8 @@ def run(config: Config, workdir: str) -> None:
         session = Session(config, workdir, model, task, held_out, meshes, build.make_drivers(config, model.spec, meshes), pool, reporter)
         try:
             _say_start(session, lines, step, resumed)
+            if config.reward.kind == "user":
+                reporter.say(check_reward(pool, task.prompts()[0]))
             _run_stages(Run(session, store, signal, resumed), step)
         finally:
             reporter.close()
