@@ -178,7 +178,7 @@ class RolloutDriver:
         capacity = len(self.rows)
         longest = max(len(prompt) for prompt, _ in groups)
         length = min(batching.power_bucket(longest, SMALLEST_PREFILL), self.length)
-        count = row_bucket(len(groups), max(capacity, len(groups)))
+        count = batching.power_bucket(len(groups), ROW_BUCKETS[0])
         tokens, lengths = np.zeros((count, length), np.int32), np.ones((count,), np.int32)
         slots, source = np.full((capacity,), capacity, np.int32), np.zeros((capacity,), np.int32)
         keys, remaining = np.zeros((capacity, 2), np.uint32), np.ones((capacity,), np.int32)
