@@ -14,7 +14,7 @@ from tlt_jax.runtime.programs import score_program
 from tlt_jax.tasks.prompts import Prompt
 from tlt_jax.training import build
 from tlt_jax.training.command_line import load_config
-from tlt_jax.training.experience import Packing, Trajectory, pack, row_length, unpack
+from tlt_jax.training.experience import Packing, Trajectory, pack, unpack
 from tlt_jax.training.rollout_phase import Engine, Phase, Weights
 
 pytestmark = pytest.mark.slow
@@ -48,7 +48,7 @@ class Opened:
         program = score_program(self.meshes.train, functools.partial(policy_update.score_logprobs, run))
         trajectories = [
             Trajectory(np.array([*prompt, *answer], np.int32), len(prompt), np.zeros(len(answer), np.float32)) for prompt, answer in sequences]
-        packed = pack(trajectories, Packing(512, 1, row_length(max(len(one.tokens) for one in trajectories))))
+        packed = pack(trajectories, Packing(512, 1, max(len(one.tokens) for one in trajectories)))
         return unpack(packed, policy_driver.score(program, self.meshes.train, self.params, packed.batches), trajectories)
 
 

@@ -50,7 +50,7 @@ class Trial:
         self.reporter = Reporter()
         self.session = Session(self.config, str(tmp_path), model, task, held_out, meshes, drivers, pool, self.reporter)
         params = build.make_params(self.config, model, meshes)
-        self.trainer = rl.make_trainer(self.session, params, params, PromptOrder(len(task.prompts()), 0))
+        self.trainer = rl.make_trainer(self.session, params, PromptOrder(len(task.prompts()), 0))
         self.updates = {"policy": [], "critic": []}
         for name in ("policy", "critic"):
             if (learner := getattr(self.trainer, name)) is not None:

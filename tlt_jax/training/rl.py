@@ -38,11 +38,12 @@ class Trainer:
     order: PromptOrder
 
 
-def make_trainer(session: Session, params, reference, order: PromptOrder) -> Trainer:
-    """Learners for the configured algorithm from the policy's parameters; `reference` is used only when beta > 0."""
+def make_trainer(session: Session, params, order: PromptOrder) -> Trainer:
+    """Learners for the configured algorithm from the policy's parameters, which stay as the reference when beta > 0."""
     config, spec, mesh = session.config, session.model.spec, session.meshes.train
     run, settings = build.training_pass(config, spec), build.loss_settings(config)
     updates = config.stages.rl.steps * updates_per_step(config)
+    reference = params if config.algorithm.beta > 0 else None
     shared = config.algorithm.name == "ppo" and config.algorithm.critic == "shared"
     if shared and VALUE_HEAD not in params:
         params = params | {VALUE_HEAD: build.zero_value_head(spec)}
@@ -61,7 +62,7 @@ def make_trainer(session: Session, params, reference, order: PromptOrder) -> Tra
         critic = Learner(LearnerPrograms(mesh, value_objective, critic_optimizer, start), start, max_skips=config.optimizer.max_skips)
         score_values = score_program(mesh, functools.partial(policy_update.score_values, critic_run, head="head"))
     score_policy = score_program(mesh, functools.partial(policy_update.score_logprobs, run))
-    return Trainer(policy, critic, reference if config.algorithm.beta > 0 else None, score_policy, score_values, order)
+    return Trainer(policy, critic, reference, score_policy, score_values, order)
 
 
 def updates_per_step(config) -> int:

@@ -46,8 +46,14 @@ class Run:
     store: RunStateStore
     signal: PreemptionSignal
     resumed: dict | None  # host values of the restored checkpoint
+    params: dict | None = None  # the policy between two stages
     offset: int = 0  # steps of the stages before the present one: checkpoints of all stages share one numbering
     heldout: list = dataclasses.field(default_factory=list)
+
+    def take_params(self) -> dict:
+        """The policy's parameters, which this object then no longer holds: a stage frees them with its first update."""
+        params, self.params = self.params, None
+        return params
 
 
 @dataclasses.dataclass
@@ -198,17 +204,17 @@ def _run_stages(whole: Run, step: int | None) -> None:
         # From the checkpoint and not from the config: an earlier stage may have had another number of steps.
         done = whole.resumed["stage_step"]
         stages, whole.offset = stages[stages.index(whole.resumed["stage"]) :], step - done
-    params = build.make_params(config, session.model, session.meshes)
+    whole.params = build.make_params(config, session.model, session.meshes)
     for stage in stages:
-        params = {"sft": _run_sft, "rl": _run_rl}[stage](whole, params, step)
+        {"sft": _run_sft, "rl": _run_rl}[stage](whole, step)
         whole.offset += max(config.stages[stage].steps, done)
         step, done = None, 0
     _finish(whole)
 
 
-def _run_sft(whole: Run, params, checkpoint: int | None):
+def _run_sft(whole: Run, checkpoint: int | None) -> None:
     session, steps = whole.session, whole.session.config.stages.sft.steps
-    learner = sft.make_learner(session, params)
+    learner = sft.make_learner(session, whole.take_params())
     stage = Stage("sft", {"policy": learner}, _order(session))
     done = _restore(whole, checkpoint, stage)
     session.reporter.start_stage("sft", steps)
@@ -218,13 +224,13 @@ def _run_sft(whole: Run, params, checkpoint: int | None):
         _save_if_due(whole, stage, number, metrics)
 
     sft.run(session, learner, stage.order, done + 1, on_step)
-    return learner.params
+    whole.params = learner.params
 
 
-def _run_rl(whole: Run, params, checkpoint: int | None):
+def _run_rl(whole: Run, checkpoint: int | None) -> None:
     session, config = whole.session, whole.session.config
     steps, every = config.stages.rl.steps, config.evaluation.every_steps
-    trainer = rl.make_trainer(session, params, params, _order(session))
+    trainer = rl.make_trainer(session, whole.take_params(), _order(session))
     learners = {"policy": trainer.policy} | ({"critic": trainer.critic} if trainer.critic else {})
     stage = Stage("rl", learners, trainer.order, {} if trainer.reference is None else {"reference": trainer.reference})
     done = _restore(whole, checkpoint, stage)
@@ -246,7 +252,7 @@ def _run_rl(whole: Run, params, checkpoint: int | None):
                 metrics |= heldout
             session.reporter.record(number, metrics)
             _save_if_due(whole, stage, number, metrics)
-    return trainer.policy.params
+    whole.params = trainer.policy.params
 
 
 def _order(session: Session) -> PromptOrder:
