@@ -257,9 +257,10 @@ def test_new_parameters_have_the_declared_shapes_unit_norms_and_small_kernels(ma
     spec = make_spec(qk_norm=True, **ALL_BIASES)
     params = jax.jit(functools.partial(decoder.init_params, spec))(jax.random.key(0))
     jax.tree.map(lambda leaf, abstract: np.testing.assert_equal(leaf.shape, abstract.shape), params, decoder.abstract_params(spec))
+    fan_in = {"output": spec.num_heads * spec.head_dim, "down": spec.intermediate_size}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        kind = path[-1].key
-        assert np.std(leaf) == pytest.approx({"scale": 0, "bias": 0}.get(kind, 0.02), rel=0.3), path
-        assert np.mean(leaf) == pytest.approx({"scale": 1}.get(kind, 0), abs=0.01), path
+        kind, size = path[-1].key, fan_in.get(path[-2].key, spec.hidden_size)
+        assert np.std(leaf) * size**0.5 == pytest.approx({"scale": 0, "bias": 0}.get(kind, 1), rel=0.3), path
+        assert np.mean(leaf) == pytest.approx({"scale": 1}.get(kind, 0), abs=0.3 * size**-0.5), path
     kernels = params["layers"]["mlp"]["gate"]["kernel"]
     assert not np.array_equal(kernels[0], kernels[1])

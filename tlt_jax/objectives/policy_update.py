@@ -41,6 +41,12 @@ class PolicyObjective:
     shared_critic: bool = False
     with_entropy: bool = False
 
+    def __post_init__(self):
+        if self.shared_critic and self.loss.loss_agg_mode != "token-mean":
+            raise ValueError(
+                f"a critic on the policy's trunk has a token-mean loss, which cannot be added to a {self.loss.loss_agg_mode} one: use token-mean, or a critic "
+                "of its own")
+
 
 def response_features(run: Pass, params: dict, batch: PackedBatch) -> jax.Array:
     """Features [B, M, D] that predict the response tokens at columns `batch.targets_BM` (the column before each)."""
