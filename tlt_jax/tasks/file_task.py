@@ -50,7 +50,10 @@ class FileTask:
         turns = conversation(asked, row.place) if isinstance(asked, list) else []
         if turns and turns[-1]["role"] == "assistant":
             return turns[-1]["content"]
-        raise DataError(f"{row.place}: no worked answer to learn from; warm-up needs a completion column or conversations that end with the assistant")
+        raise DataError(
+            f"{prompt.source}, row {prompt.row} (counted from 0): no worked answer to learn from; supervised warm-up needs a completion column or "
+            "conversations that end with the assistant"
+        )
 
 
 def _ends_with_assistant(row: Row, columns: Columns) -> bool:
