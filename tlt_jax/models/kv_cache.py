@@ -95,10 +95,3 @@ def insert_rows(cache: KVCache, slots_A: jax.Array, source: KVCache, source_A: j
     return cache.replace(
         keys_LBSKC=put(cache.keys_LBSKC, source.keys_LBSKC), values_LBSKC=put(cache.values_LBSKC, source.values_LBSKC),
         lengths_B=cache.lengths_B.at[slots_A].set(source.lengths_B[source_A], mode="drop"))
-
-
-def grow(cache: KVCache, length: int) -> KVCache:
-    """The same rows with room for `length` slots (a multiple of the block)."""
-    extra = length - cache.keys_LBSKC.shape[2]
-    pad = [(0, 0), (0, 0), (0, extra), (0, 0), (0, 0)]
-    return cache.replace(keys_LBSKC=jnp.pad(cache.keys_LBSKC, pad), values_LBSKC=jnp.pad(cache.values_LBSKC, pad))

@@ -6,7 +6,6 @@ import functools
 from tlt_jax.objectives.policy_update import VALUE_HEAD
 from tlt_jax.rewards.pool import RewardPool
 from tlt_jax.runtime.policy_driver import Publisher
-from tlt_jax.runtime.programs import compile_counter
 from tlt_jax.runtime.rollout_driver import RolloutDriver
 from tlt_jax.sharding.meshes import Meshes
 from tlt_jax.sharding.rules import batch_rows_multiple
@@ -66,8 +65,3 @@ class Session:
 
         engine.run(Weights(views, self.publisher.version), prompts, phase, scorer.add, show)
         return scorer
-
-
-def compiles_since(before: int) -> int:
-    """XLA compilations since the counter stood at `before`."""
-    return compile_counter().count - before
