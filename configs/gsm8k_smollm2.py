@@ -30,7 +30,6 @@ def get_config() -> ConfigDict:
     config.batch.tokens_per_microbatch = 2048
     config.rollout.max_new_tokens = 128
     config.rollout.slots = 16
-    config.rollout.prefill_tokens = 256  # about six prompts at once: a CPU gains nothing from more, and padding costs
     config.optimizer.lr = 5e-6
 
     config.checkpoint.every_steps = 0

@@ -30,7 +30,7 @@ class Opened:
         self.model = build.open_checkpoint(self.config)
         self.meshes = build.make_meshes(self.config)
         self.params = build.make_params(self.config, self.model, self.meshes)
-        self.engine = Engine(self.config, self.model, build.make_drivers(self.config, self.model.spec, self.meshes))
+        self.engine = Engine(self.config, self.model, build.make_drivers(self.config, self.model.spec, self.meshes), 128)
         self.publisher = Publisher(self.meshes, self.params, "float32")
 
     def roll_out(self, prompts, generations, temperature):

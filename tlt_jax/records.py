@@ -5,8 +5,8 @@ Arrays of rank ≥ 2 in device code end in their dimension keys, and einsum stri
     B rows              T new tokens        S cache positions    D width           L layers
     H query heads       K key/value heads   C channels per head  F MLP hidden      V vocabulary
     N tree nodes        G group (query heads of one key/value head, or samples of one prompt)
-    P prompts of one prefill                R decode rounds of one dispatch      A slots of one admission
-    M response tokens of a packed row     Z stop ids
+    P prompts of one admission, I pieces    R decode rounds of one dispatch      A slots of one admission
+    Q prompts of one prefill                M response tokens of a packed row    Z stop ids
 
 This module holds arrays only; host-side values live in `strategies.py`.
 """

@@ -22,12 +22,7 @@ SAMPLING = make_sampling(1.0, vocabulary=29)
 NO_STOP = np.full((2,), -1, np.int32)
 KEYS = np.random.default_rng(1).integers(0, 2**32, (4, 2), dtype=np.uint32)
 admit = jax.jit(functools.partial(rollout.admit, SPEC))
-run = jax.jit(functools.partial(rollout.advance, SPEC), static_argnames="loop")
-
-
-def advance(params, state, sampling, stop_ids, *, rounds):
-    return run(params, state, sampling, stop_ids, loop=rollout.Loop(rounds))
-
+advance = jax.jit(functools.partial(rollout.advance, SPEC), static_argnames="rounds")
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +31,13 @@ def params():
     return jax.tree.map(lambda leaf: (random.normal(size=leaf.shape) * 0.4).astype(np.float32), abstract_params(SPEC))
 
 
-def admission(slots, remaining, lengths=(5, 12)):
-    """Rows alternate between two prompts."""
+def admission(slots, remaining, lengths=(5, 12), *, width=16):
+    """Rows alternate between two prompts of 16 columns, cut into pieces of `width`; padding slots come last."""
     tokens = np.random.default_rng(2).integers(0, 29, (2, 16)).astype(np.int32)
-    count = len(slots)
-    return Admission(tokens, np.array(lengths, np.int32), np.array(slots, np.int32), np.arange(count) % 2, KEYS[:count], np.array(remaining, np.int32))
+    tokens = np.pad(tokens, ((0, 0), (0, -16 % width))).reshape(2, -1, width)
+    slots, remaining, source = np.array(slots, np.int32), np.array(remaining, np.int32), np.arange(len(slots)) % 2
+    order = np.lexsort((source, slots >= 4))
+    return Admission(tokens, np.array(lengths, np.int32), slots[order], source[order].astype(np.int32), KEYS[: len(slots)][order], remaining[order])
 
 
 def started(params, remaining=(9, 9, 9, 9), lengths=(5, 12)):
@@ -79,9 +76,9 @@ def test_nan_in_free_slots_and_past_the_end_of_rows_changes_no_token(params):
     assert unused[1].all()
 
     def spoil(stored):
-        return jnp.where(unused[None, :, :, None, None], jnp.nan, stored)
+        return jnp.where(unused[None, :, None, :, None], jnp.nan, stored)
 
-    spoiled = state.replace(cache=state.cache.replace(keys_LBSKC=spoil(state.cache.keys_LBSKC), values_LBSKC=spoil(state.cache.values_LBSKC)))
+    spoiled = state.replace(cache=state.cache.replace(keys_LBKSC=spoil(state.cache.keys_LBKSC), values_LBKSC=spoil(state.cache.values_LBKSC)))
     _, emitted = advance(params, spoiled, SAMPLING, NO_STOP, rounds=6)
     live = np.array([0, 2, 3])
     np.testing.assert_array_equal(emitted.tokens_BR[live], clean.tokens_BR[live])
@@ -115,22 +112,20 @@ def test_admitting_into_free_slots_leaves_the_other_rows_bit_for_bit_and_padding
         np.testing.assert_array_equal(np.take(new, [0, 2], axis), np.take(old, [0, 2], axis))
     np.testing.assert_array_equal(after.active_B, [True, False, True, True])
     np.testing.assert_array_equal(after.cache.lengths_B, [5, 0, 5, 5])  # slot 1 ended with its first token
-    assert finish[0] == FINISH_RUNNING and finish[2] == FINISH_LENGTH
+    assert finish[0] == FINISH_RUNNING and finish[1] == FINISH_LENGTH  # entries of slots 3 and 1
     assert after.last_token_B[3] == sampled.token_B[0] and after.remaining_B[3] == 4
 
 
-def test_a_prompt_that_enters_in_pieces_gives_the_same_row_as_one_that_enters_whole(params, monkeypatch):
+def test_a_prompt_that_enters_in_pieces_gives_the_same_row_as_one_that_enters_whole(params):
     """16 columns in pieces of 6: the last piece, of 4, holds the end of a prompt."""
     whole, first, _ = started(params, lengths=(5, 15))
-    monkeypatch.setattr(rollout, "PREFILL_CHUNK", 6)
     empty = rollout.init_state(SPEC, 4, 32, jnp.float32, block=8)
-    in_pieces = jax.jit(functools.partial(rollout.admit, SPEC))
-    pieces, also_first, _ = in_pieces(params, empty, admission((0, 1, 2, 3), (9, 9, 9, 9), (5, 15)), SAMPLING, NO_STOP)
+    pieces, also_first, _ = admit(params, empty, admission((0, 1, 2, 3), (9, 9, 9, 9), (5, 15), width=6), SAMPLING, NO_STOP)
     np.testing.assert_array_equal(first.token_B, also_first.token_B)
     np.testing.assert_array_equal(whole.cache.lengths_B, pieces.cache.lengths_B)
     for row, length in enumerate((5, 15, 5, 15)):
-        np.testing.assert_allclose(whole.cache.keys_LBSKC[:, row, :length], pieces.cache.keys_LBSKC[:, row, :length], atol=1e-5)
-        np.testing.assert_allclose(whole.cache.values_LBSKC[:, row, :length], pieces.cache.values_LBSKC[:, row, :length], atol=1e-5)
+        np.testing.assert_allclose(whole.cache.keys_LBKSC[:, row, :, :length], pieces.cache.keys_LBKSC[:, row, :, :length], atol=1e-5)
+        np.testing.assert_allclose(whole.cache.values_LBKSC[:, row, :, :length], pieces.cache.values_LBKSC[:, row, :, :length], atol=1e-5)
 
 
 def test_moving_rows_to_other_slots_and_another_number_of_slots_changes_no_token(params):

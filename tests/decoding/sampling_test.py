@@ -181,3 +181,10 @@ def test_changing_a_sampling_value_compiles_nothing():
     for values in ((1.0,), (0.0,), (0.7, 5), (1.5, 0, 0.9), (1.0, 3, 0.5, 0.1)):
         program(np.zeros((2, 8), np.float32), keys(2), np.arange(2), make_sampling(*values, vocabulary=7))
     assert program._cache_size() == 1
+
+
+@pytest.mark.parametrize("vocabulary", [1, 30, 128, 300])
+def test_the_best_token_is_the_first_of_equal_scores_at_every_vocabulary_size(vocabulary):
+    scores = np.random.default_rng(2).integers(-3, 3, (40, vocabulary)).astype(np.float32)
+    scores[0] = -np.inf
+    np.testing.assert_array_equal(sampling.best_token(jnp.asarray(scores)), scores.argmax(axis=1))

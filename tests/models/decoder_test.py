@@ -134,7 +134,7 @@ def test_nan_in_unused_cache_slots_changes_nothing(make_spec, make_params):
     params, tokens_BT = make_params(spec), tokens_of(spec, 2, 14)
     clean, _ = cached(spec, params, tokens_BT, (9, 1, 1, 1, 1, 1), capacity=24)
     cache = kv_cache.init_cache(spec, 2, 24, "float32", block=8)
-    cache = cache.replace(keys_LBSKC=cache.keys_LBSKC * jnp.nan, values_LBSKC=cache.values_LBSKC * jnp.nan)
+    cache = cache.replace(keys_LBKSC=cache.keys_LBKSC * jnp.nan, values_LBKSC=cache.values_LBKSC * jnp.nan)
     outputs = []
     for start, end in ((0, 9), (9, 10), (10, 11), (11, 12), (12, 13), (13, 14)):
         out = program(spec)(params, tokens_BT[:, start:end], cache=cache)
@@ -185,9 +185,9 @@ def test_appending_past_the_end_of_the_cache_leaves_earlier_entries_as_they_were
     params, tokens_BT = make_params(spec), tokens_of(spec, 2, 16)
     _, cache = cached(spec, params, tokens_BT, (16,))
     after = program(spec)(params, tokens_BT, cache=cache.replace(lengths_B=jnp.array([16, 13]))).cache
-    for old, new in ((cache.keys_LBSKC, after.keys_LBSKC), (cache.values_LBSKC, after.values_LBSKC)):
+    for old, new in ((cache.keys_LBKSC, after.keys_LBKSC), (cache.values_LBKSC, after.values_LBKSC)):
         np.testing.assert_array_equal(new[:, 0], old[:, 0])
-        np.testing.assert_array_equal(new[:, 1, :13], old[:, 1, :13])
+        np.testing.assert_array_equal(new[:, 1, :, :13], old[:, 1, :, :13])
 
 
 def test_a_window_narrower_than_the_text_matters_only_on_its_layers(make_spec, make_params):

@@ -14,7 +14,7 @@ from tlt_jax.models.specs import PolicySpec, RopeSpec
 from tlt_jax.runtime.event_loop import roll_out
 from tlt_jax.runtime.policy_driver import Publisher
 from tlt_jax.runtime.programs import SlicePrograms
-from tlt_jax.runtime.rollout_driver import RolloutDriver, RolloutSettings
+from tlt_jax.runtime.rollout_driver import Lengths, RolloutDriver, RolloutSettings
 from tlt_jax.sharding import movement, rules
 from tlt_jax.sharding.meshes import build_meshes
 from tlt_jax.strategies import Request
@@ -23,7 +23,7 @@ SPEC = PolicySpec(
     family="qwen2", vocab_size=30, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, rope=RopeSpec("default", 100.0),
     rms_norm_eps=1e-5, max_position_embeddings=256, tied=True, qkv_bias=True, output_bias=False, mlp_bias=False, qk_norm=False, windows=(None, 20))
 VOCABULARY = 28  # two padding rows
-SETTINGS = RolloutSettings(slots=4, rounds_per_dispatch=3, prefill_tokens=256, prefill_exponent=1.0)
+SETTINGS = RolloutSettings(slots=4, rounds_per_dispatch=3, prefill_tokens=64)
 
 
 def random_params(seed: int = 0, spec: PolicySpec = SPEC) -> dict:
@@ -66,12 +66,13 @@ class Engine:
         self.params = movement.to_device(params, rules.param_shardings(self.meshes.train, params))
         self.publisher = Publisher(self.meshes, self.params, "float32")
 
-    def drivers(self, settings=SETTINGS, *, params=None, temperature=1.0, stop_ids=(), length=100, **truncation) -> list[RolloutDriver]:
+    def drivers(self, settings=SETTINGS, *, params=None, temperature=1.0, stop_ids=(), length=100, longest_prompt=20, **truncation) -> list[RolloutDriver]:
         """Started drivers with freshly published weights."""
         views = self.publisher.publish(self.params if params is None else params)
         drivers = [RolloutDriver(programs, settings) for programs in self.programs]
         for driver, view in zip(drivers, views, strict=True):
-            driver.start(view, self.publisher.version, make_sampling(temperature, **truncation, vocabulary=VOCABULARY), stop_ids, length)
+            sampling = make_sampling(temperature, **truncation, vocabulary=VOCABULARY)
+            driver.start(view, self.publisher.version, sampling, stop_ids, Lengths(longest_prompt, length))
         return drivers
 
     def run(self, requests, settings=SETTINGS, **options) -> dict:

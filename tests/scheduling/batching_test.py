@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tlt_jax.scheduling.batching import length_bucket, microbatches, pack, power_bucket, prefill_batches
+from tlt_jax.scheduling.batching import length_bucket, microbatches, pack, power_bucket
 
 LENGTHS = st.lists(st.integers(1, 64), max_size=60)
 
@@ -72,22 +72,6 @@ def test_a_budget_below_the_longest_sequence_is_an_error_that_says_what_to_raise
         microbatches([40, 3], 79, row_multiple=2)
     with pytest.raises(ValueError, match="sequence 0 has 40 tokens"):
         microbatches([40, 3], 79, row_length=32)
-
-
-@given(LENGTHS, st.integers(1, 300), st.sampled_from([1.0, 1.5, 2.0]), st.none() | st.integers(1, 5))
-def test_prefill_batches_lose_nothing_and_keep_the_budget_or_hold_one_prompt(lengths, budget, exponent, max_rows):
-    batches = prefill_batches(lengths, budget, exponent, max_rows=max_rows)
-    assert flat(batches) == list(range(len(lengths)))
-    for batch in batches:
-        assert len(batch) == 1 or len(batch) * max(lengths[index] for index in batch) ** exponent <= budget
-        assert max_rows is None or len(batch) <= max_rows
-    in_order = [lengths[index] for batch in batches for index in batch]
-    assert in_order == sorted(lengths, reverse=True)
-
-
-def test_a_long_prompt_goes_alone_and_short_ones_go_together():
-    assert prefill_batches([4, 100, 5, 3], 20) == [[1], [2, 0, 3]]
-    assert prefill_batches([4, 100, 5, 3], 20, 2.0) == [[1], [2], [0], [3]]
 
 
 def test_buckets_are_the_smallest_that_fit():

@@ -72,11 +72,11 @@ def test_row_state_is_cut_by_rows_over_data_and_by_key_value_heads_over_tensor()
     mesh = build_meshes((8, 1, 1), 2, 2).slices[0]
     state = jax.eval_shape(lambda: init_state(spec_of(), 4, 64, jnp.float32, block=16))
     placement = rules.state_shardings(mesh, state)
-    assert placement.cache.keys_LBSKC.spec == placement.cache.values_LBSKC.spec == P(None, "data", None, "tensor", None)
+    assert placement.cache.keys_LBKSC.spec == placement.cache.values_LBKSC.spec == P(None, "data", "tensor", None, None)
     assert placement.cache.lengths_B.spec == placement.active_B.spec == P("data")
     assert placement.key_B2.spec == P("data", None)
     odd = rules.state_shardings(mesh, jax.eval_shape(lambda: init_state(spec_of(num_kv_heads=1), 3, 64, jnp.float32, block=16)))
-    assert odd.cache.keys_LBSKC.spec == P(None, None, None, None, None) and odd.active_B.spec == P(None)
+    assert odd.cache.keys_LBKSC.spec == P(None, None, None, None, None) and odd.active_B.spec == P(None)
 
 
 @pytest.mark.parametrize(("shape", "multiple"), [((2, 2, 2), 4), ((8, 1, 1), 8), ((1, 4, 2), 4), ((1, 1, 8), 1)])

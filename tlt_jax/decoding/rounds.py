@@ -33,10 +33,10 @@ def finish_codes(token_B: jax.Array, remaining_B: jax.Array, stop_ids_Z: jax.Arr
     return jnp.where(stopped, FINISH_STOP, jnp.where(remaining_B <= 0, FINISH_LENGTH, FINISH_RUNNING)).astype(jnp.int32)
 
 
-def plain_round(spec: PolicySpec, params: dict, state: RowState, sampling: SamplingParams, stop_ids_Z: jax.Array, *, unroll: int = 1):
+def plain_round(spec: PolicySpec, params: dict, state: RowState, sampling: SamplingParams, stop_ids_Z: jax.Array):
     """Forward one token a row and draw the next; returns (state, sampled, finish_B). Ended rows emit nothing."""
     lengths_B = state.cache.lengths_B
-    out = decoder.forward(spec, params, state.last_token_B[:, None], cache=state.cache, compute_logits=False, unroll=unroll)
+    out = decoder.forward(spec, params, state.last_token_B[:, None], cache=state.cache, compute_logits=False)
     logits_BV = decoder.head_logits(spec, params, out.features_BTD[:, 0])
     sampled = drawing.sample(logits_BV, state.key_B2, lengths_B + 1, sampling)
     remaining_B = state.remaining_B - state.active_B

@@ -49,19 +49,19 @@ def start_softmax(query_BTKGC: jax.Array) -> tuple[jax.Array, jax.Array, jax.Arr
     return jnp.full(shape, NEGATIVE, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, channels), jnp.float32)
 
 
-def merge_block(running, query_BTKGC: jax.Array, key_BSKC: jax.Array, value_BSKC: jax.Array, mask_BTS: jax.Array):
+def merge_block(running, query_BTKGC: jax.Array, key_BKSC: jax.Array, value_BKSC: jax.Array, mask_BTS: jax.Array):
     """Fold one block of keys and values into the running softmax (the online softmax of Milakov & Gimelshein)."""
     maximum, denominator, numerator = running
-    scores = jnp.einsum("btkgc,bskc->bkgts", query_BTKGC, key_BSKC, preferred_element_type=jnp.float32)
+    scores = jnp.einsum("btkgc,bksc->bkgts", query_BTKGC, key_BKSC, preferred_element_type=jnp.float32)
     mask = mask_BTS[:, None, None]
     scores = jnp.where(mask, scores, NEGATIVE)
     new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=-1))
     weights = jnp.where(mask, jnp.exp(scores - new_maximum[..., None]), 0.0)
     fade = jnp.exp(maximum - new_maximum)
     # A masked slot may hold NaN (an unused cache slot); 0 · NaN is NaN, so masked values are cleared too.
-    seen_BS = jnp.any(mask_BTS, axis=1)[:, :, None, None]
-    value_BSKC = jnp.where(seen_BS, value_BSKC, jnp.zeros((), value_BSKC.dtype))
-    added = jnp.einsum("bkgts,bskc->bkgtc", weights.astype(value_BSKC.dtype), value_BSKC, preferred_element_type=jnp.float32)
+    seen_BS = jnp.any(mask_BTS, axis=1)[:, None, :, None]
+    value_BKSC = jnp.where(seen_BS, value_BKSC, jnp.zeros((), value_BKSC.dtype))
+    added = jnp.einsum("bkgts,bksc->bkgtc", weights.astype(value_BKSC.dtype), value_BKSC, preferred_element_type=jnp.float32)
     return new_maximum, denominator * fade + jnp.sum(weights, axis=-1), numerator * fade[..., None] + added
 
 

@@ -61,14 +61,13 @@ def abstract_params(spec: PolicySpec, dtype="float32") -> dict:
 
 
 def forward(spec: PolicySpec, params: dict, tokens_BT, *, positions_BT=None, segments_BT=None, cache: KVCache | None = None, mask=None,
-            capture_layers: tuple[int, ...] = (), compute_logits: bool = True, remat: bool = False, unroll: int = 1) -> DecoderOutput:
+            capture_layers: tuple[int, ...] = (), compute_logits: bool = True, remat: bool = False) -> DecoderOutput:
     """Run the decoder on T new tokens a row.
 
     Without a cache: a full causal forward, `positions_BT` default 0…T−1, `segments_BT` (packed rows) keeps sequences apart.
     With a cache: tokens follow each row's committed slots; `mask` [B, T, T] says which new tokens see which (default causal; a
     tree passes its ancestor matrix with its own positions). `capture_layers`: residual stream entering those layers.
-    `remat` recomputes each whole layer in the backward pass; otherwise matmul outputs are kept. `unroll` layers run in
-    one turn of the scan.
+    `remat` recomputes each whole layer in the backward pass; otherwise matmul outputs are kept.
     """
     if missing := [layer for layer in capture_layers if not 0 <= layer < spec.num_layers]:
         raise ValueError(f"capture_layers {missing}: the model's layers are 0 to {spec.num_layers - 1}.")
@@ -78,10 +77,10 @@ def forward(spec: PolicySpec, params: dict, tokens_BT, *, positions_BT=None, seg
         start_B = jnp.zeros((rows,), jnp.int32) if cache is None else cache.lengths_B
         positions_BT = start_B[:, None] + jnp.arange(length, dtype=jnp.int32)[None, :]
     positions_BT = jnp.asarray(positions_BT)
-    if spec.rope.kind == "dynamic" and cache is not None and cache.keys_LBSKC.shape[2] > spec.rope.original_max_position_embeddings:
+    if spec.rope.kind == "dynamic" and cache is not None and cache.slots > spec.rope.original_max_position_embeddings:
         raise ValueError(
             f"dynamic RoPE changes every earlier key once a sequence passes {spec.rope.original_max_position_embeddings} tokens; decoding with a cache of "
-            f"{cache.keys_LBSKC.shape[2]} slots would be wrong. Lower rollout.max_new_tokens or use a checkpoint with yarn or llama3 scaling.")
+            f"{cache.slots} slots would be wrong. Lower rollout.max_new_tokens or use a checkpoint with yarn or llama3 scaling.")
     rotation = rope.rotation(spec, positions_BT, length=jnp.max(positions_BT) + 1 if cache is None else 0)
     same_BTT = None if segments_BT is None else segments_BT[:, :, None] == segments_BT[:, None, :]
     windows = np.array([NO_WINDOW if w is None else w for w in spec.windows], np.int32)
@@ -111,7 +110,7 @@ def forward(spec: PolicySpec, params: dict, tokens_BT, *, positions_BT=None, seg
     # measured 20 % less time than keeping everything (CPU, 0.8M parameters), since less is written and read back.
     policy = None if remat else jax.checkpoint_policies.dots_with_no_batch_dims_saveable
     step = layer_step if cache is not None else jax.checkpoint(layer_step, policy=policy, prevent_cse=False)
-    (x_BTD, cache, captured), _ = jax.lax.scan(step, carry, (params["layers"], jnp.arange(spec.num_layers), windows), unroll=unroll)
+    (x_BTD, cache, captured), _ = jax.lax.scan(step, carry, (params["layers"], jnp.arange(spec.num_layers), windows))
     features_BTD = final_norm(spec, params, x_BTD)
     logits_BTV = head_logits(spec, params, features_BTD) if compute_logits else None
     return DecoderOutput(logits_BTV, features_BTD, jnp.concatenate(captured, axis=-1) if captured else None, cache)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from tlt_jax.runtime.rollout_driver import RolloutDriver
 from tlt_jax.strategies import Completion, Request
 
-POLL_SECONDS = 0.001
+POLL_SECONDS = 0.005  # a dispatch is queued ahead, so reading late costs nothing, and waking often disturbs a CPU's workers
 
 
 def roll_out(drivers: Sequence[RolloutDriver], requests: Iterable[Request], on_completion: Callable[[Completion], None],

@@ -46,8 +46,8 @@ def compile_counter() -> CompileCounter:
 class SlicePrograms:
     """The programs of one rollout slice. State is donated by every program that returns a new one; parameters never are."""
 
-    def __init__(self, spec: PolicySpec, mesh: Mesh, dtype: str, *, block: int, unroll: int = 1):
-        self.spec, self.mesh, self.dtype, self.block, self.unroll = spec, mesh, jnp.dtype(dtype), block, unroll
+    def __init__(self, spec: PolicySpec, mesh: Mesh, dtype: str, *, block: int):
+        self.spec, self.mesh, self.dtype, self.block = spec, mesh, jnp.dtype(dtype), block
         self.replicated = rules.replicated(mesh)
         self._built = {}
 
@@ -84,7 +84,7 @@ class SlicePrograms:
 
     def admit(self, params, state: RowState, admission: rollout.Admission, sampling, stop_ids_Z):
         """Prefill and fill slots: (state, sampled, finish_A)."""
-        rows, length = state.active_B.shape[0], state.cache.keys_LBSKC.shape[2]
+        rows, length = state.active_B.shape[0], state.cache.slots
 
         def build():
             return jax.jit(
@@ -95,18 +95,18 @@ class SlicePrograms:
 
     def advance(self, params, state: RowState, sampling, stop_ids_Z, *, rounds: int):
         """One dispatch of plain rounds: (state, emitted)."""
-        rows, length = state.active_B.shape[0], state.cache.keys_LBSKC.shape[2]
+        rows, length = state.active_B.shape[0], state.cache.slots
 
         def build():
             return jax.jit(
-                functools.partial(rollout.advance, self.spec, loop=rollout.Loop(rounds, self.unroll)), donate_argnums=(1,),
+                functools.partial(rollout.advance, self.spec, rounds=rounds), donate_argnums=(1,),
                 out_shardings=(self._placement(rows, length), self.replicated))
 
         return self._program(("advance", rows, length, rounds), build)(params, state, sampling, stop_ids_Z)
 
     def gather(self, state: RowState, index_B, keep_B) -> RowState:
         """Rows in a new order or number. The old state stays valid until dropped: its buffers have other shapes."""
-        rows, length = len(index_B), state.cache.keys_LBSKC.shape[2]
+        rows, length = len(index_B), state.cache.slots
 
         def build():
             return jax.jit(rollout.gather_rows, out_shardings=self._placement(rows, length))

@@ -6,10 +6,11 @@ out requests and says how many rows this slice may hold.
 
 import collections
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 
-from tlt_jax.decoding.rollout import Admission
+from tlt_jax.decoding.rollout import PREFILL_ROWS, Admission
 from tlt_jax.records import SamplingParams
 from tlt_jax.runtime.programs import SlicePrograms
 from tlt_jax.scheduling import batching
@@ -20,7 +21,6 @@ from tlt_jax.strategies import FINISH_REASONS, FINISH_RUNNING, Completion, Reque
 IN_FLIGHT = 2  # dispatches queued: the next one starts before the last one's flags are read
 ROW_BUCKETS = (2, 4, 16, 64, 256, 1024)  # at least two rows: one-row products round and run differently
 CACHE_BUCKETS = (128, 512, 2048, 8192, 32768, 131072)
-SMALLEST_PREFILL = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +30,19 @@ class RolloutSettings:
     slots: int
     rounds_per_dispatch: int
     prefill_tokens: int
-    prefill_exponent: float
     memory_fraction: float = 1.0  # share of the slice's free memory that the cache may take
+
+
+class Lengths(NamedTuple):
+    """The longest prompt, and the longest prompt with its response, in tokens."""
+
+    prompt: int
+    total: int
+
+    def pieces(self, tokens: int) -> tuple[int, int]:
+        """(I, T): the pieces of at most `tokens`, in steps of 8, that hold the longest prompt."""
+        count = -(-self.prompt // max(tokens, 8))
+        return count, -(-self.prompt // (8 * count)) * 8
 
 
 @dataclasses.dataclass
@@ -70,13 +81,13 @@ def completion(row: Row, code: int, version: int) -> Completion:
         finish_reason=FINISH_REASONS[code], policy_version=version, forwards=row.forwards)
 
 
-def check_request(request: Request, length: int) -> None:
-    """ValueError for a request that has no prompt, asks for no token, or may grow past the `length` that the phase was started with."""
+def check_request(request: Request, lengths: Lengths) -> None:
+    """ValueError for a request that has no prompt, asks for no token, or is longer than the lengths that the phase was started with."""
     prompt = len(request.prompt_ids)
-    if not prompt or request.max_new_tokens < 1 or prompt + request.max_new_tokens > length:
+    if not 1 <= prompt <= lengths.prompt or request.max_new_tokens < 1 or prompt + request.max_new_tokens > lengths.total:
         raise ValueError(
-            f"request {request.index} has a prompt of {prompt} tokens and max_new_tokens={request.max_new_tokens}: both must be at least 1, and together at "
-            f"most {length}, the length that this rollout phase was started with.")
+            f"request {request.index} has a prompt of {prompt} tokens and max_new_tokens={request.max_new_tokens}: both must be at least 1, the prompt "
+            f"at most {lengths.prompt} and both together at most {lengths.total}, the lengths that this rollout phase was started with.")
 
 
 def slots_that_fit(programs: SlicePrograms, settings: RolloutSettings, length: int) -> int:
@@ -102,12 +113,12 @@ class RolloutDriver:
         self.in_flight: collections.deque[InFlight] = collections.deque()
         self.rounds = 0
 
-    def start(self, params, version: int, sampling: SamplingParams, stop_ids: tuple[int, ...], length: int) -> None:
-        """Begin a phase with published parameters; `length` bounds prompt plus response of every request to come."""
+    def start(self, params, version: int, sampling: SamplingParams, stop_ids: tuple[int, ...], lengths: Lengths) -> None:
+        """Begin a phase with published parameters. `lengths` bounds every request to come and decides the compiled shapes: keep it the same over a run."""
         whole = replicated(self.programs.mesh)
-        self.params, self.version, self.limit = params, version, length
+        self.params, self.version, self.lengths = params, version, lengths
         # A cache longer than the model's limit would be refused under dynamic RoPE, and is never needed.
-        self.length = min(batching.length_bucket(length, CACHE_BUCKETS), max(length, self.programs.spec.max_position_embeddings))
+        self.length = min(batching.length_bucket(lengths.total, CACHE_BUCKETS), max(lengths.total, self.programs.spec.max_position_embeddings))
         stops = np.full((max(8, len(stop_ids)),), -1, np.int32)
         stops[: len(stop_ids)] = stop_ids
         self.sampling = movement.to_device(sampling, SamplingParams(whole, whole, whole, whole, whole))
@@ -164,30 +175,23 @@ class RolloutDriver:
 
     def _admit(self, requests: list[Request]) -> None:
         for request in requests:
-            check_request(request, self.limit)
+            check_request(request, self.lengths)
         self._fit(max(self.active + len(requests), len(self.rows)))
         by_prompt = collections.defaultdict(list)
         for request in requests:
             by_prompt[request.prompt_ids].append(request)
-        prompts = list(by_prompt)
-        batches = batching.prefill_batches([len(prompt) for prompt in prompts], self.settings.prefill_tokens, self.settings.prefill_exponent)
-        for batch in batches:
-            self._admit_batch([(prompts[index], by_prompt[prompts[index]]) for index in batch])
-
-    def _admit_batch(self, groups: list[tuple[tuple[int, ...], list[Request]]]) -> None:
         capacity = len(self.rows)
-        longest = max(len(prompt) for prompt, _ in groups)
-        length = min(batching.power_bucket(longest, SMALLEST_PREFILL), self.length)
-        count = batching.power_bucket(len(groups), ROW_BUCKETS[0])
-        tokens, lengths = np.zeros((count, length), np.int32), np.ones((count,), np.int32)
+        prompts = sorted(by_prompt, key=len, reverse=True)
+        places = 1 if len(prompts) == 1 else -(-capacity // PREFILL_ROWS) * PREFILL_ROWS
+        tokens, lengths = np.zeros((places, *self.lengths.pieces(self.settings.prefill_tokens // PREFILL_ROWS)), np.int32), np.zeros((places,), np.int32)
         slots, source = np.full((capacity,), capacity, np.int32), np.zeros((capacity,), np.int32)
         keys, remaining = np.zeros((capacity, 2), np.uint32), np.ones((capacity,), np.int32)
         free = [slot for slot, row in enumerate(self.rows) if row is None]
         entries: list[Row | None] = [None] * capacity
         entry = 0
-        for index, (prompt, requests) in enumerate(groups):
-            tokens[index, : len(prompt)], lengths[index] = prompt, len(prompt)
-            for request in requests:
+        for index, prompt in enumerate(prompts):
+            tokens[index].reshape(-1)[: len(prompt)], lengths[index] = prompt, len(prompt)
+            for request in by_prompt[prompt]:
                 slots[entry], source[entry] = free[entry], index
                 keys[entry], remaining[entry] = request.noise_words(), request.max_new_tokens
                 self.rows[free[entry]] = entries[entry] = Row(request)

@@ -1,4 +1,4 @@
-"""Which sequences share a row, which rows share a micro-batch, which prompts share a prefill. Host-pure: lengths in, lists of indices out.
+"""Which sequences share a row, which rows share a micro-batch. Host-pure: lengths in, lists of indices out.
 
 Everything is deterministic and depends on the lengths alone. No tokens are moved here, and nothing is dropped: what cannot fit is an error.
 """
@@ -79,22 +79,6 @@ def microbatches(lengths: Sequence[int], tokens_per_microbatch: int, *, row_leng
     rows_each = min(most, max(1, -(-share // eighth)) * eighth)
     rows = pack(lengths, row_length, row_multiple=rows_each)
     return MicrobatchPlan(row_length, [rows[start : start + rows_each] for start in range(0, len(rows), rows_each)])
-
-
-def prefill_batches(lengths: Sequence[int], token_budget: float, exponent: float = 1.0, *, max_rows: int | None = None) -> list[list[int]]:
-    """Prompts of similar length together, longest first; a batch costs rows · longest**exponent and stays within `token_budget`.
-
-    A prompt that costs more than the budget goes alone. An exponent above 1 charges long prompts for attention.
-    """
-    _check_lengths(lengths)
-    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
-    batches = []
-    while order:
-        rows = max(1, int(token_budget // lengths[order[0]] ** exponent))
-        rows = rows if max_rows is None else min(rows, max_rows)
-        batches.append(order[:rows])
-        order = order[rows:]
-    return batches
 
 
 def _check_lengths(lengths: Sequence[int], limit: float = float("inf"), limit_name: str = "") -> None:

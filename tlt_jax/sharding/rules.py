@@ -28,8 +28,8 @@ TRAIN_AXIS_OF = {"vocab": "tensor", "width": "fsdp", "heads": "tensor", "kv_head
 SLICE_AXIS_OF = {"vocab": "tensor", "heads": "tensor", "kv_heads": "tensor", "hidden": "tensor", "rows": "data"}
 
 STATE_DIMENSIONS = {
-    "keys_LBSKC": ("layers", "rows", "slots", "kv_heads", "channels"),
-    "values_LBSKC": ("layers", "rows", "slots", "kv_heads", "channels"),
+    "keys_LBKSC": ("layers", "rows", "kv_heads", "slots", "channels"),
+    "values_LBKSC": ("layers", "rows", "kv_heads", "slots", "channels"),
 }
 
 

@@ -37,7 +37,7 @@ def rollout(config: Config, plan: Plan) -> list[dict]:
     if max(plan.rows) > len(prompts):
         raise ValueError(f"{max(plan.rows)} rows need as many prompts, and {task.name} has {len(prompts)}: lower --rows")
     model = dataclasses.replace(model, stop_ids=())
-    engine, weights = open_engine(copy_with(config, {"rollout.slots": max(plan.rows)}), model)
+    engine, weights = open_engine(copy_with(config, {"rollout.slots": max(plan.rows)}), model, prompts[: max(plan.rows)])
     records = []
     for count in plan.rows:
         chosen, compiles, started = prompts[:count], compile_counter().count, time.monotonic()

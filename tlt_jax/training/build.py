@@ -33,8 +33,8 @@ from tlt_jax.training.scoring import TaskScorer
 from tlt_jax.training.settings import Config
 from tlt_jax.training.settings_rules import resolve_mesh, resolve_slices
 
-CACHE_BLOCK = {"cpu": 64}  # slots read at a time by cached attention; elsewhere loops are dear and blocks larger
-OTHER_CACHE_BLOCK = 512
+CACHE_BLOCK, OTHER_CACHE_BLOCK = {"cpu": 128}, 512  # slots read at a time by cached attention; off the CPU loops are dear and blocks larger
+PREFILL_TOKENS, OTHER_PREFILL_TOKENS = {"cpu": 192}, 1024  # enough rows for matrix products to be bound by arithmetic
 HELD_OUT_SEED_OFFSET = 1  # generated held-out rows of reasoning_gym use seed + 1
 
 
@@ -180,10 +180,15 @@ def make_drivers(config: Config, spec: PolicySpec, meshes: Meshes) -> list[Rollo
     """One driver for each slice of this process."""
     rollout = config.rollout
     settings = RolloutSettings(
-        slots=rollout.slots, rounds_per_dispatch=rollout.rounds_per_dispatch, prefill_tokens=rollout.prefill_tokens, prefill_exponent=rollout.prefill_exponent,
-        memory_fraction=rollout.memory_fraction)
+        slots=rollout.slots, rounds_per_dispatch=rollout.rounds_per_dispatch, memory_fraction=rollout.memory_fraction,
+        prefill_tokens=prefill_tokens(config))
     dtype = resolve_dtype(config, "rollout")
-    return [RolloutDriver(SlicePrograms(spec, mesh, dtype, block=cache_block(), unroll=rollout.unroll), settings) for mesh in meshes.slices]
+    return [RolloutDriver(SlicePrograms(spec, mesh, dtype, block=cache_block()), settings) for mesh in meshes.slices]
+
+
+def prefill_tokens(config: Config) -> int:
+    """Prompt tokens in one forward: the config's, or what suits this backend."""
+    return config.rollout.prefill_tokens or PREFILL_TOKENS.get(jax.default_backend(), OTHER_PREFILL_TOKENS)
 
 
 def cache_block() -> int:

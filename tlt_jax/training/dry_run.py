@@ -10,16 +10,17 @@ from collections.abc import Sequence
 
 import jax
 
+from tlt_jax.decoding.rollout import PREFILL_ROWS
 from tlt_jax.models import decoder
-from tlt_jax.runtime.rollout_driver import CACHE_BUCKETS, ROW_BUCKETS, SMALLEST_PREFILL, row_bucket
-from tlt_jax.scheduling.batching import length_bucket, power_bucket
+from tlt_jax.runtime.rollout_driver import CACHE_BUCKETS, ROW_BUCKETS, Lengths, row_bucket
+from tlt_jax.scheduling.batching import length_bucket
 from tlt_jax.sharding.meshes import Meshes
 from tlt_jax.sharding.rules import batch_rows_multiple
 from tlt_jax.tasks.prompts import Prompt
 from tlt_jax.training import build, memory_estimate, rl
 from tlt_jax.training.experience import packing_for
 from tlt_jax.training.memory_estimate import MemoryEstimate
-from tlt_jax.training.rollout_phase import check_lengths
+from tlt_jax.training.rollout_phase import check_lengths, longest_prompt
 from tlt_jax.training.settings import Config, declared_keys, read_key
 from tlt_jax.training.settings_rules import batch_equation
 
@@ -29,11 +30,11 @@ TARGET_WIDTHS = 4  # response columns of a micro-batch come in quarters of a row
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """The shapes that a run's lengths can lead to. Cache and prefill lengths in positions, rows in slots of one slice."""
+    """The shapes that a run's lengths lead to: slots of one slice, cache positions of each, pieces of a prompt and tokens of a piece."""
 
     rows: tuple[int, ...]
-    caches: tuple[int, ...]
-    prefills: tuple[int, ...]
+    cache: int
+    pieces: tuple[int, int]
 
 
 def run(config: Config) -> int:
@@ -47,7 +48,7 @@ def run(config: Config) -> int:
     shapes = possible_shapes(config, prompts, len(meshes.slices))
     lengths = [len(prompt.prompt_ids) for prompt in prompts]
     packing = packing_for(lengths, config.rollout.max_new_tokens, config.batch.tokens_per_microbatch, batch_rows_multiple(meshes.train))
-    memory = memory_estimate.estimate(config, model.spec, meshes, row_length=packing.row_length, cache_length=shapes.caches[-1])
+    memory = memory_estimate.estimate(config, model.spec, meshes, row_length=packing.row_length, cache_length=shapes.cache)
     limit = memory_estimate.device_limit()
     data = f"{len(task.prompts())} training and {len(held_out.prompts()) if held_out is not None else 0} held-out prompts of {task.name}"
     sections = (
@@ -87,26 +88,23 @@ def device_lines(config: Config, meshes: Meshes) -> list[str]:
 
 
 def possible_shapes(config: Config, prompts: Sequence[Prompt], slices: int) -> Shapes:
-    """Buckets between the shortest and the longest prompt; rows up to what a phase can give one slice."""
+    """Rows up to what a phase can give one slice; lengths of the longest prompt."""
     rollout = config.rollout
-    lengths = sorted({len(prompt.prompt_ids) for prompt in prompts})
+    lengths = Lengths(longest_prompt(prompts), longest_prompt(prompts) + rollout.max_new_tokens)
     trained = config.batch.prompts_per_step * config.algorithm.num_generations
     evaluated = min(len(prompts), config.evaluation.limit or len(prompts)) * config.evaluation.num_generations
     most = min(rollout.slots, -(-max(trained, evaluated) // slices))
-    caches = sorted({length_bucket(length + rollout.max_new_tokens, CACHE_BUCKETS) for length in lengths})
     return Shapes(
         rows=tuple(sorted({row_bucket(rows, rollout.slots) for rows in (1, most, *ROW_BUCKETS) if rows <= max(most, 1)})),
-        caches=tuple(caches),
-        prefills=tuple(sorted({min(power_bucket(length, SMALLEST_PREFILL), caches[-1]) for length in lengths})))
+        cache=length_bucket(lengths.total, CACHE_BUCKETS), pieces=lengths.pieces(build.prefill_tokens(config) // PREFILL_ROWS))
 
 
 def program_lines(config: Config, shapes: Shapes, row_length: int, slices: int) -> list[str]:
-    """What can be compiled: a product of buckets each, of which a run meets the part that its lengths lead to."""
-    rows, caches, prefills = len(shapes.rows), len(shapes.caches), len(shapes.prefills)
-    kinds = {
-        "init": rows * caches, "advance": rows * caches, "admit": rows * (rows + 1) // 2 * caches * prefills, "gather": rows * (rows - 1) * caches}
+    """What can be compiled, of which a run meets a part."""
+    rows = len(shapes.rows)
+    kinds = {"init": rows, "advance": rows, "admit of one prompt or of several": 2 * rows, "gather": rows * (rows - 1)}
     lines = [
-        f"row buckets {_listed(shapes.rows)}; cache buckets {_listed(shapes.caches)}; prefill buckets {_listed(shapes.prefills)}",
+        f"row buckets {_listed(shapes.rows)}; cache of {shapes.cache} positions; prompts in {shapes.pieces[0]} pieces of {shapes.pieces[1]} tokens",
         f"one slice: {', '.join(f'{count} {name}' for name, count in kinds.items())} = {sum(kinds.values())}; "
         f"x {slices} slices = {sum(kinds.values()) * slices}"]
     shapes_of_training = ROW_COUNTS * TARGET_WIDTHS

@@ -23,7 +23,7 @@ from tlt_jax.tasks.text_files import Row
 from tlt_jax.training import build
 from tlt_jax.training.json_lines import JsonLines
 from tlt_jax.training.progress import Progress
-from tlt_jax.training.rollout_phase import Engine, Phase, Weights, check_lengths
+from tlt_jax.training.rollout_phase import Engine, Phase, Weights, check_lengths, longest_prompt
 from tlt_jax.training.scoring import response_text
 from tlt_jax.training.settings import Config
 
@@ -115,7 +115,7 @@ def generate(config: Config, prompts_path: str, output_path: str) -> None:
     prompts = [prompt for _, prompt in rows]
     check_lengths(model.spec, prompts, config.rollout.max_new_tokens, lambda prompt: places[prompt.key])
     phase = Phase("generate", config.rollout.num_generations, config.rollout.temperature, GENERATE_STEP)
-    engine, weights = open_engine(config, model)
+    engine, weights = open_engine(config, model, prompts)
     display = Display("generate", len(prompts) * phase.generations, engine)
     reasons = {"stop": 0, "length": 0}
     with OrderedFile(output_path, display.total) as output:
@@ -134,10 +134,10 @@ def generate(config: Config, prompts_path: str, output_path: str) -> None:
     print(f"{display.finished} completions of {len(prompts)} prompts, {ends}: {display.rate()}; written to {output_path}", file=sys.stderr)
 
 
-def open_engine(config: Config, model: build.Model) -> tuple[Engine, Weights]:
-    """The slices of all devices with the model's weights in the rollout dtype, each device reading only its own part."""
+def open_engine(config: Config, model: build.Model, prompts: Sequence[Prompt]) -> tuple[Engine, Weights]:
+    """The slices of all devices, shaped for `prompts`, with the model's weights in the rollout dtype, each device reading only its own part."""
     meshes = build.make_meshes(config)
-    engine = Engine(config, model, build.make_drivers(config, model.spec, meshes))
+    engine = Engine(config, model, build.make_drivers(config, model.spec, meshes), longest_prompt(prompts))
     return engine, Weights(slice_weights(config, meshes), 0)
 
 

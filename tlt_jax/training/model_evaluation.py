@@ -53,7 +53,7 @@ def evaluate(config: Config) -> dict:
     prompts = list(task.prompts())[: settings.limit or None]
     check_lengths(model.spec, prompts, config.rollout.max_new_tokens, lambda prompt: f"{prompt.source}, row {prompt.row}")
     with RewardPool(build.pool_settings(config), build.make_scorer(config, task)) as pool:
-        engine, weights = open_engine(config, model)
+        engine, weights = open_engine(config, model, prompts)
         scorer = StepScorer(pool, model.tokenizer, prompts, n, GENERATE_STEP)
         display = Display("evaluate", len(prompts) * n, engine)
 

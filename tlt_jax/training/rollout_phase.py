@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from tlt_jax.decoding.sampling import make_sampling
 from tlt_jax.models.specs import PolicySpec
 from tlt_jax.runtime.event_loop import roll_out
-from tlt_jax.runtime.rollout_driver import RolloutDriver
+from tlt_jax.runtime.rollout_driver import Lengths, RolloutDriver
 from tlt_jax.strategies import Completion, Request
 from tlt_jax.tasks.prompts import Prompt
 from tlt_jax.training.build import Model
@@ -33,11 +33,12 @@ class Weights:
 
 @dataclasses.dataclass(frozen=True)
 class Engine:
-    """What a rollout runs on."""
+    """What a rollout runs on. `longest_prompt` (tokens, over all phases to come) decides the compiled shapes."""
 
     config: Config
     model: Model
     drivers: Sequence[RolloutDriver]
+    longest_prompt: int
 
     @property
     def active(self) -> int:
@@ -49,9 +50,9 @@ class Engine:
         """Roll out `phase.generations` completions of every prompt: completion i belongs to prompt i // generations and comes when it is finished."""
         rollout = self.config.rollout
         sampling = make_sampling(phase.temperature, rollout.top_k, rollout.top_p, rollout.min_p, vocabulary=self.model.vocabulary)
-        longest = max(len(prompt.prompt_ids) for prompt in prompts) + rollout.max_new_tokens
+        lengths = Lengths(self.longest_prompt, self.longest_prompt + rollout.max_new_tokens)
         for driver, view in zip(self.drivers, weights.views, strict=True):
-            driver.start(view, weights.version, sampling, self.model.stop_ids, longest)
+            driver.start(view, weights.version, sampling, self.model.stop_ids, lengths)
         requests = [
             Request(
                 prompt=prompt.key, sample=sample, draw=0, index=number * phase.generations + sample, prompt_ids=prompt.prompt_ids,
@@ -60,6 +61,11 @@ class Engine:
         roll_out(self.drivers, requests, on_completion, on_turn)
         for driver in self.drivers:
             driver.release()
+
+
+def longest_prompt(prompts: Sequence[Prompt]) -> int:
+    """Tokens of the longest prompt."""
+    return max(len(prompt.prompt_ids) for prompt in prompts)
 
 
 def check_lengths(spec: PolicySpec, prompts: Sequence[Prompt], max_new_tokens: int, place: Callable[[Prompt], str]) -> None:

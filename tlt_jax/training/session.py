@@ -13,7 +13,7 @@ from tlt_jax.tasks.prompts import Prompt, Task
 from tlt_jax.training import build
 from tlt_jax.training.experience import Packing, packing_for
 from tlt_jax.training.reporting import Reporter
-from tlt_jax.training.rollout_phase import Engine, Phase, Weights
+from tlt_jax.training.rollout_phase import Engine, Phase, Weights, longest_prompt
 from tlt_jax.training.scoring import StepScorer
 from tlt_jax.training.settings import Config
 
@@ -53,9 +53,14 @@ class Session:
         lengths = [len(prompt.prompt_ids) for prompt in self.task.prompts()]
         return packing_for(lengths, self.config.rollout.max_new_tokens, self.config.batch.tokens_per_microbatch, batch_rows_multiple(self.meshes.train))
 
+    @functools.cached_property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt, training or held out: rollouts of the run have one shape."""
+        return longest_prompt([*self.task.prompts(), *(self.held_out.prompts() if self.held_out is not None else ())])
+
     def generate(self, views: list, prompts: list[Prompt], phase: Phase) -> StepScorer:
         """Roll out `phase.generations` completions of every prompt on the published `views` and score them on the way."""
-        engine = Engine(self.config, self.model, self.drivers)
+        engine = Engine(self.config, self.model, self.drivers, self.longest_prompt)
         scorer = StepScorer(self.pool, self.model.tokenizer, prompts, phase.generations, phase.step)
 
         def show() -> None:

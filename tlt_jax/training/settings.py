@@ -199,9 +199,7 @@ def _rollout() -> dict:
         "num_generations": (1, "completions of one prompt in the generate command (train reads algorithm.num_generations)", FROM_1),
         "slots": (64, "rows decoded at once on one slice", FROM_1),
         "rounds_per_dispatch": (16, "decoding rounds in one device call", FROM_1),
-        "unroll": (1, "layers unrolled in one turn of the decoding scan", FROM_1),
-        "prefill_tokens": (8192, "cost budget of one prefill batch: rows x longest ** prefill_exponent, in tokens", FROM_1),
-        "prefill_exponent": (0.7, "exponent of the longest prompt in that cost", FROM_0),
+        "prefill_tokens": (0, "prompt tokens in one forward; 0 = 192 on a CPU, 1024 elsewhere", FROM_0),
         "memory_fraction": (0.6, "share of the free device memory that the KV cache may take", (0.01, 1.0)),
     }
 
