@@ -216,7 +216,7 @@ def test_rows_shrink_to_the_bucket_of_what_still_decodes_and_keep_their_tokens(e
 
     driver = engine_of().drivers()[0]
     drive(driver, uneven, watch)
-    assert buckets[0] == 4 and buckets[-1] == 2
+    assert buckets[0] == 4 and buckets[-1] == 1
     for completion in finished:
         assert completion.token_ids == reference["plain"][completion.request.index].token_ids[: completion.request.max_new_tokens]
 

@@ -35,7 +35,7 @@ def test_a_dry_run_prints_the_plan_and_compiles_and_writes_nothing(tmp_path, cap
     for words in (
         "seed=3   (changed)", "rollout.max_new_tokens=100   (changed)", "train mesh: data=1 x fsdp=4 x tensor=2", "4 rollout slices of data=2 x tensor=1",
         "50 training and 10 held-out prompts of arithmetic", "32 prompts × 8 generations = 256 sequences a step", "kv cache", "cache of 128 positions",
-        "row buckets 2, 4, 16, 64", "x 4 slices =", "policy update"):
+        "row buckets 1, 4, 16, 64", "x 4 slices =", "policy update"):
         assert words in printed, words
 
 
@@ -101,4 +101,4 @@ def test_the_shapes_are_those_between_the_shortest_and_the_longest_prompt(tmp_pa
     task = build.make_tasks(config, model.tokenizer)[0]
     prompts = [dataclasses.replace(task.prompts()[0], prompt_ids=(1,) * length) for length in (10, 100, 30)]
     shapes = dry_run.possible_shapes(config, prompts, 2)
-    assert shapes == dry_run.Shapes(rows=(2, 4, 16), cache=512, pieces=(3, 40))
+    assert shapes == dry_run.Shapes(rows=(1, 4, 16), cache=512, pieces=(3, 40))

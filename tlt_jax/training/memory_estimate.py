@@ -82,7 +82,7 @@ def estimate(config: Config, spec: PolicySpec, meshes: Meshes, *, row_length: in
         parameters=held, optimizer=state, gradients=totals + held, other_networks=others, compute_copy=copy,
         activations=_activations(config, spec, meshes, row_length, jnp.dtype(compute).itemsize),
         rollout_weights=_device_bytes(on_slice, movement.publish_shardings(meshes, on_slice)),
-        kv_cache=_cache_bytes(config, spec, meshes, max(config.rollout.slots, 2), cache_length), kv_row=_cache_bytes(config, spec, meshes, 1, cache_length))
+        kv_cache=_cache_bytes(config, spec, meshes, config.rollout.slots, cache_length), kv_row=_cache_bytes(config, spec, meshes, 1, cache_length))
 
 
 def device_limit() -> int | None:
