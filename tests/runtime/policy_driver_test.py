@@ -140,6 +140,8 @@ def test_micro_batches_of_8_4_and_1_rows_give_the_same_gradients(tiny, batch, on
     for parts in (2, 8):
         gradient, part_loss = gradients(learner(tiny.spec), split(batch, parts))
         assert part_loss == pytest.approx(loss, rel=1e-6)
+        apart = optax.global_norm(jax.tree.map(np.subtract, gradient, expected)) / optax.global_norm(expected)
+        assert apart < 1e-6, (parts, apart)
         assert_near(gradient, expected, 3e-6)
 
 

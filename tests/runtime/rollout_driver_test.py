@@ -12,11 +12,12 @@ import pytest
 
 from tlt_jax import noise
 from tlt_jax.decoding.sampling import kept_tokens, make_sampling, scaled
+from tlt_jax.models import decoder
 from tlt_jax.models.decoder import forward
 from tlt_jax.models.specs import RopeSpec
 from tlt_jax.runtime.event_loop import roll_out
 from tlt_jax.runtime.programs import SlicePrograms, compile_counter
-from tlt_jax.runtime.rollout_driver import Lengths, RolloutDriver
+from tlt_jax.runtime.rollout_driver import Lengths, RolloutDriver, row_bucket
 
 NEAR_TIE = 1e-4
 WIDTH = 64  # columns of the teacher-forced forward
@@ -300,3 +301,17 @@ def test_releasing_a_driver_frees_its_cache_and_its_view_of_the_weights(engine_o
     assert live_bytes() >= before + 2 * cache
     driver.release()
     assert live_bytes() - before < cache / 2
+
+
+@pytest.mark.parametrize(("rows", "slots", "dtype", "bucket"), [
+    (1, 16, "float32", 1), (1, 16, "bfloat16", 2), (2, 16, "float32", 4), (5, 16, "float32", 16), (3, 3, "float32", 3), (1, 1, "bfloat16", 2),
+    (65, 100, "float32", 100)])
+def test_the_fewest_rows_depend_on_the_precision_and_the_most_are_the_slots(rows, slots, dtype, bucket):
+    assert row_bucket(rows, slots, dtype) == bucket
+
+
+def test_layers_one_by_one_give_what_the_stack_gives(tiny):
+    params, tokens = decoder.init_params(tiny.spec, jax.random.key(3)), jnp.arange(10)[None]
+    apart = params | {"layers": decoder.unstacked(params["layers"])}
+    assert len(apart["layers"]) == tiny.spec.num_layers
+    np.testing.assert_allclose(forward(tiny.spec, apart, tokens).logits_BTV, forward(tiny.spec, params, tokens).logits_BTV, atol=1e-5)

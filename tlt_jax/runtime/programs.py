@@ -14,10 +14,12 @@ from jax.sharding import Mesh
 
 from tlt_jax.decoding import rollout
 from tlt_jax.decoding.rounds import RowState
+from tlt_jax.models import decoder
 from tlt_jax.models.specs import PolicySpec
 from tlt_jax.objectives import policy_update
 from tlt_jax.sharding import movement, rules
 
+UNSTACKED_BYTES = 2**31
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
@@ -72,6 +74,14 @@ class SlicePrograms:
         """Free memory of the slice's fullest device; None where the backend does not say (a CPU)."""
         stats = [device.memory_stats() for device in self.mesh.devices.flat]
         return None if None in stats else min(one["bytes_limit"] - one["bytes_in_use"] for one in stats)
+
+    def serve(self, params: dict) -> dict:
+        """The published parameters as this slice decodes with them: on one CPU device a copy that is not stacked, when it is small enough."""
+        layers = params["layers"]
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(layers))
+        if jax.default_backend() != "cpu" or self.mesh.size > 1 or size > UNSTACKED_BYTES:
+            return params
+        return params | {"layers": self._program(("unstack",), lambda: jax.jit(decoder.unstacked))(layers)}
 
     def init_state(self, rows: int, length: int) -> RowState:
         """Empty slots of `rows` × `length`, created in place."""
