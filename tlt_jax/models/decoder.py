@@ -2,8 +2,7 @@
 
 Layers are stacked on a leading axis and scanned (or unstacked and unrolled, for decoding on a CPU); in decoding the
 cache travels in the scan's carry and is updated in place. The NNX modules of `layers.py` are the definition of a layer;
-here they are merged with a slice of the stack.
-Sampling, losses and placement live elsewhere.
+here they are merged with a slice of the stack. Sampling, losses and placement live elsewhere.
 """
 
 import functools

@@ -19,7 +19,7 @@ from tlt_jax.models.specs import PolicySpec
 from tlt_jax.objectives import policy_update
 from tlt_jax.sharding import movement, rules
 
-UNSTACKED_BYTES = 2**31
+UNSTACKED_BYTES = 2**31  # layers of at most this size are copied to decode faster on a CPU; more would not fit beside the rest on a small machine
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
