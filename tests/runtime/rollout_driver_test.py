@@ -273,6 +273,21 @@ def test_a_second_equal_phase_compiles_nothing(engine_of, requests):
     assert compile_counter().count == before
 
 
+def test_a_phase_that_shrinks_otherwise_compiles_nothing_when_sizes_were_compiled_ahead(engine_of, tiny):
+    """From 16 rows to 4 and 1 by every way, after a phase whose rows all end together."""
+    requests, settings, sizes = tiny.requests(tiny.prompts(), 2), dataclasses.replace(tiny.settings, slots=16, compile_ahead=True), set()
+
+    def phase(limits):
+        limited = [dataclasses.replace(request, max_new_tokens=limit) for request, limit in zip(requests, limits, strict=True)]
+        drive(engine_of().drivers(settings)[0], limited, lambda driver, *_: sizes.add(len(driver.rows)))
+
+    phase([24] * 12)
+    before = compile_counter().count
+    for limits in ([4] * 11 + [24], [4] * 8 + [12] * 3 + [24], [4] * 9 + [24] * 3):
+        phase(limits)
+    assert compile_counter().count == before and sizes == {16, 4, 1}
+
+
 @pytest.mark.parametrize("layout", [dict(), dict(devices=2, slices=2)], ids=str)
 def test_the_next_phase_decodes_with_the_weights_published_for_it(engine_of, tiny, requests, reference, layout):
     engine = engine_of(**layout)

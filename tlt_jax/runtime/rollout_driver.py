@@ -33,6 +33,7 @@ class RolloutSettings:
     rounds_per_dispatch: int
     prefill_tokens: int
     memory_fraction: float = 1.0  # share of the slice's free memory that the cache may take
+    compile_ahead: bool = False  # compile with the first rows what a phase may shrink to later: for runs of many phases
 
 
 class Lengths(NamedTuple):
@@ -71,10 +72,16 @@ class InFlight:
     rows: list
 
 
-def row_bucket(rows: int, slots: int, dtype: str) -> int:
-    """Smallest allowed number of rows ≥ `rows` when decoding in `dtype`; `slots` itself is the largest."""
+def row_buckets(slots: int, dtype: str) -> tuple[int, ...]:
+    """Numbers of rows that a slice decodes with in `dtype`, rising; `slots` itself is the largest."""
     fewest = FEWEST_ROWS[dtype]
-    return batching.length_bucket(max(rows, fewest), (fewest, *(bucket for bucket in ROW_BUCKETS if bucket < slots), max(slots, fewest)))
+    return (fewest, *(bucket for bucket in ROW_BUCKETS if fewest < bucket < slots), *((slots,) if slots > fewest else ()))
+
+
+def row_bucket(rows: int, slots: int, dtype: str) -> int:
+    """Smallest allowed number of rows ≥ `rows`."""
+    buckets = row_buckets(slots, dtype)
+    return batching.length_bucket(max(rows, buckets[0]), buckets)
 
 
 def completion(row: Row, code: int, version: int) -> Completion:
@@ -114,7 +121,7 @@ class RolloutDriver:
         self.state = None
         self.rows: list[Row | None] = []
         self.in_flight: collections.deque[InFlight] = collections.deque()
-        self.rounds = 0
+        self._compiled: set[tuple[int, int]] = set()  # (rows, length) whose smaller sizes are compiled
 
     def start(self, params, version: int, sampling: SamplingParams, stop_ids: tuple[int, ...], lengths: Lengths) -> None:
         """Begin a phase with published parameters. `lengths` bounds every request to come and decides the compiled shapes: keep it the same over a run."""
@@ -210,17 +217,33 @@ class RolloutDriver:
         bucket = row_bucket(needed, self.slots, self.programs.dtype.name)
         if self.state is None:
             self.state, self.rows = self.programs.init_state(bucket, self.length), [None] * bucket
+            if self.settings.compile_ahead and (bucket, self.length) not in self._compiled:
+                self._compile_ahead(bucket)
         if bucket == len(self.rows):
             return
         kept = [slot for slot, row in enumerate(self.rows) if row is not None]
+        self.state = self._moved(self.state, kept, bucket)
+        self.rows = [self.rows[slot] for slot in kept] + [None] * (bucket - len(kept))
+
+    def _moved(self, state, kept: list[int], bucket: int):
+        """A state of `bucket` rows whose first ones are the `kept` rows of the old one."""
         index, keep = np.zeros((bucket,), np.int32), np.zeros((bucket,), bool)
         index[: len(kept)], keep[: len(kept)] = kept, True
         whole = replicated(self.programs.mesh)
-        index_B, keep_B = movement.to_device((index, keep), (whole, whole))
-        self.state = self.programs.gather(self.state, index_B, keep_B)
-        self.rows = [self.rows[slot] for slot in kept] + [None] * (bucket - len(kept))
+        return self.programs.gather(state, *movement.to_device((index, keep), (whole, whole)))
+
+    def _compile_ahead(self, bucket: int) -> None:
+        """Which sizes a phase shrinks through depends on the answers: all run once now, on empty rows, which ends at once; no later step compiles."""
+        larger = [self.state]
+        for size in reversed([size for size in row_buckets(self.slots, self.programs.dtype.name) if size < bucket]):
+            empty = [self._moved(state, [], size) for state in larger]
+            larger.append(self._rounds(empty[0])[0])
+        self._compiled.add((bucket, self.length))
 
     def _advance(self) -> None:
-        self.state, emitted = self.programs.advance(self.params, self.state, self.sampling, self.stop_ids, rounds=self.settings.rounds_per_dispatch)
+        self.state, emitted = self._rounds(self.state)
         self.in_flight.append(
             InFlight(emitted.tokens_BR, emitted.logprobs_BR, emitted.sampling_logprobs_BR, emitted.finish_B, emitted.count_B, list(self.rows)))
+
+    def _rounds(self, state):
+        return self.programs.advance(self.params, state, self.sampling, self.stop_ids, rounds=self.settings.rounds_per_dispatch)

@@ -176,12 +176,12 @@ def pool_settings(config: Config) -> PoolSettings:
     return PoolSettings(workers=config.reward.workers, time_limit=config.reward.timeout_seconds, on_error=config.reward.on_error)
 
 
-def make_drivers(config: Config, spec: PolicySpec, meshes: Meshes) -> list[RolloutDriver]:
-    """One driver for each slice of this process."""
+def make_drivers(config: Config, spec: PolicySpec, meshes: Meshes, *, compile_ahead: bool = False) -> list[RolloutDriver]:
+    """One driver for each slice of this process; `compile_ahead` for runs of many rollout phases."""
     rollout = config.rollout
     settings = RolloutSettings(
         slots=rollout.slots, rounds_per_dispatch=rollout.rounds_per_dispatch, memory_fraction=rollout.memory_fraction,
-        prefill_tokens=prefill_tokens(config))
+        prefill_tokens=prefill_tokens(config), compile_ahead=compile_ahead)
     dtype = resolve_dtype(config, "rollout")
     return [RolloutDriver(SlicePrograms(spec, mesh, dtype, block=cache_block()), settings) for mesh in meshes.slices]
 

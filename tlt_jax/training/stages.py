@@ -95,7 +95,8 @@ def run(config: Config, workdir: str) -> None:
         store.close()
         return
     with RewardPool(build.pool_settings(config), build.make_scorer(config, task)) as pool, PreemptionSignal() as signal:
-        session = Session(config, workdir, model, task, held_out, meshes, build.make_drivers(config, model.spec, meshes), pool, reporter)
+        drivers = build.make_drivers(config, model.spec, meshes, compile_ahead="rl" in config.stages.order)
+        session = Session(config, workdir, model, task, held_out, meshes, drivers, pool, reporter)
         try:
             _say_start(session, lines, step, resumed)
             if config.reward.kind == "user":
