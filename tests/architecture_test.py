@@ -331,7 +331,7 @@ BROKEN = (
     (parameters, "tlt_jax/noise.py", "def f(self, a, b, c, d, *, e, f, g): ...", "f has 7 parameters"),
     (names, "tlt_jax/text_utils.py", "", "module name text_utils"),
     (names, "tlt_jax/noise.py", "class CacheManager: ...", "CacheManager"),
-    (dimension_keys, "tlt_jax/noise.py", "logits_BX = 1", "logits_BX"),
+    (dimension_keys, "tlt_jax/noise.py", "logits_BY = 1", "logits_BY"),
     (dynamic_attributes, "tlt_jax/noise.py", "getattr(x, 'y', None)", "getattr with a default"),
     (dynamic_attributes, "tlt_jax/noise.py", "hasattr(x, 'y')", "hasattr"),
     (dynamic_attributes, "tlt_jax/noise.py", "import importlib", "imports importlib"),

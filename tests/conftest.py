@@ -20,6 +20,10 @@ jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax-tests"
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
 
+def pytest_addoption(parser):
+    parser.addoption("--full", action="store_true", help="run the full product of the speculative cases, not only a pairwise-covering set")
+
+
 @pytest.fixture(scope="session")
 def shared() -> pathlib.Path:
     """The folder of golden checkpoints and data beside the checkout."""

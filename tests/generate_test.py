@@ -9,7 +9,12 @@ import pytest
 from safetensors.numpy import load_file
 
 from tlt_jax import generate
+from tlt_jax.checkpoints.drafter_files import DrafterFiles, LoadedDrafter, save_drafter
 from tlt_jax.checkpoints.huggingface_export import save_policy
+from tlt_jax.checkpoints.pretrained import load_policy
+from tlt_jax.drafters.eagle import Eagle
+from tlt_jax.drafters.eagle3 import Eagle3
+from tlt_jax.drafters.feature_drafter import layer_like
 from tlt_jax.models import decoder
 from tlt_jax.models.specs import PolicySpec, RopeSpec
 from tlt_jax.tasks.character_tokenizer import character_tokenizer
@@ -104,6 +109,41 @@ def test_greedy_tokens_equal_the_golden_continuation_up_to_the_first_stop_id(nam
         assert (row["prompt_ids"], row["prompt"], row["text"], row["accept_length"]) == (tokens.tolist(), None, None, 1.0)
 
 
+@pytest.mark.parametrize("drafter", ["eagle", "eagle3"])
+def test_a_drafter_directory_changes_no_token_and_says_how_many_it_saved(drafter, shared, tmp_path, devices):
+    model = shared / "golden" / "llama"
+    loaded = load_policy(model)
+    layer, width = layer_like(loaded.spec), loaded.spec.vocab_size
+    one = Eagle(loaded.spec, layer) if drafter == "eagle" else Eagle3(loaded.spec, layer, width, (0, 1))
+    files = DrafterFiles(drafter, layer, one.vocabulary, one.capture_layers or None)
+    save_drafter(tmp_path / "drafter", loaded.spec, LoadedDrafter(files, one.init_params(jax.random.key(0), loaded.params)))
+    given = [{"prompt_ids": [3, 9, 4, 8, 5]}, {"prompt_ids": [7, 7]}]
+    options = ("--config.rollout.temperature=0.9", "--config.rollout.max_new_tokens=24", "--config.rollout.num_generations=2")
+    plain = run(tmp_path, model, given, *options)
+    drafted = run(tmp_path, model, given, *options, f"--drafter={tmp_path / 'drafter'}", "--config.speculative.strategies=3_2_6",
+                  "--config.speculative.selector=fixed")
+    assert [row["token_ids"] for row in drafted] == [row["token_ids"] for row in plain]
+    assert all(row["accept_length"] >= 1 for row in drafted) and any(row["accept_length"] > 1 for row in drafted)
+
+
+@pytest.mark.parametrize("options", [("truncated", "3_1_3"), ("prompt_lookup", "2_2_4")])
+def test_a_drafter_without_weights_changes_no_token(options, shared, tmp_path, devices):
+    given, model = [{"prompt_ids": [3, 9, 4, 8, 5]}], shared / "golden" / "qwen2_tied"
+    plain = run(tmp_path, model, given)
+    drafted = run(tmp_path, model, given, f"--config.speculative.method={options[0]}", f"--config.speculative.strategies={options[1]}",
+                  "--config.speculative.selector=fixed")
+    assert [row["token_ids"] for row in drafted] == [row["token_ids"] for row in plain]
+
+
+def test_a_drafter_of_another_model_is_refused_before_device_work(shared, tmp_path, flat, capsys, no_device_work):
+    spec = load_policy(shared / "golden" / "llama").spec
+    one = Eagle(spec, layer_like(spec))
+    params = one.init_params(jax.random.key(0), decoder.init_params(spec, jax.random.key(0)))
+    save_drafter(tmp_path / "drafter", spec, LoadedDrafter(DrafterFiles("eagle", layer_like(spec), 0, None), params))
+    message = refused(tmp_path, capsys, flat, [{"prompt_ids": [5]}], f"--drafter={tmp_path / 'drafter'}")
+    assert f"hidden_size {spec.hidden_size}, the policy has 16; the drafter was made for another model" in message
+
+
 def test_every_stop_id_of_tokenizer_and_generation_config_ends_a_row_and_stop_wins_over_the_limit(tmp_path, devices):
     # a b c d … are 5 6 7 8 9 10 11: from f (10) the chain comes to 7 first, from ## (4) to 9, from a (5) to 2; from g (11) to none.
     model = make_model(tmp_path / "model", {10: 6, 6: 7, 4: 8, 8: 9, 5: 3, 3: 2, 11: 11, 7: 5, 9: 5, 2: 5}, stop_ids=[7, 9])
@@ -196,7 +236,7 @@ def test_a_model_that_is_absent_unsupported_or_no_policy_is_one_clear_error(tmp_
 
 def test_what_is_not_built_or_left_out_is_refused_by_name(tmp_path, flat, capsys, no_device_work):
     rows = [{"prompt_ids": [5]}]
-    assert "--drafter=d: speculative generation is not built" in refused(tmp_path, capsys, flat, rows, "--drafter=d")
+    assert "d has no config.json; a drafter is an EAGLE or EAGLE-3 directory" in refused(tmp_path, capsys, flat, rows, "--drafter=d")
     assert "--model=DIR is needed" in refused(tmp_path, capsys, "", rows)
     assert generate.main([f"--model={flat}"]) == 2
     assert "--prompts=FILE.jsonl and --output=FILE.jsonl are needed" in capsys.readouterr().err

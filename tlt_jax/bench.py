@@ -1,4 +1,4 @@
-"""Measures this machine: plain rollouts at several numbers of rows.
+"""Measures this machine: rollouts at several numbers of rows, plain and with each strategy of a drafter.
 
 python -m tlt_jax.bench rollout --model=FILE.gguf --rows=1,4,16,64 --config.data.task=gsm8k --config.data.path=test.jsonl
 """
@@ -10,23 +10,28 @@ from absl import logging
 from tlt_jax.training.command_line import load_config
 
 DESCRIPTION = """Time rollouts of a model on the prompts of a task: decode tokens per second for each number of rows, prefill and compilation apart. Every row
-decodes exactly --new_tokens tokens. Read from the config: model, data, rollout, mesh, precision, seed."""
+decodes exactly --new_tokens tokens. With a drafter each of speculative.strategies is measured in turns with plain decoding. Read from the config: model, data,
+rollout, speculative, drafter, mesh, precision, seed. `verify` compares how often a draft token is accepted under coupled noise, greedy candidates and rejection
+sampling, on the answers of the first --rows prompts."""
 EXAMPLE = "python -m tlt_jax.bench rollout --model=runs/quickstart --rows=4,16 --new_tokens=64"
 
 
 def _flags(parser) -> None:
-    parser.add_argument("what", choices=("rollout",), help="what to measure")
+    parser.add_argument("what", choices=("rollout", "verify"), help="speed, or acceptance by verification rule")
     parser.add_argument("--model", metavar="DIR", help="Hugging Face directory, .gguf file, workdir of a run or hub id")
+    parser.add_argument("--drafter", metavar="DIR", help="EAGLE or EAGLE-3 directory; other drafters by speculative.method")
     parser.add_argument("--rows", default="1,4,16,64", help="numbers of rows, comma-separated")
     parser.add_argument("--new_tokens", type=int, default=128, help="tokens that every row decodes")
     parser.add_argument("--repeats", type=int, default=3, help="timed runs after one that compiles")
+    parser.add_argument("--candidates", type=int, default=4, help="verify: candidates m of coupled-m and greedy-m")
     parser.add_argument("--output", metavar="FILE.json", help="write the records here too")
 
 
 def main(argv: list[str]) -> int:
     """Parse, measure; the exit code (0 done, 2 bad input)."""
     config, args = load_config(argv, extra_flags=_flags, command="bench", description=DESCRIPTION, example=EXAMPLE)
-    from tlt_jax.training import benchmark  # after the config is known to be good: importing jax takes seconds
+    from tlt_jax.checkpoints.drafter_files import drafter_kind
+    from tlt_jax.training import benchmark, verify_benchmark  # after the config is known to be good: importing jax takes seconds
 
     logging.set_verbosity(logging.WARNING)
     config.model.path = args.model or config.model.path
@@ -34,7 +39,14 @@ def main(argv: list[str]) -> int:
         rows = tuple(int(part) for part in args.rows.split(","))
         if min(rows) < 1 or args.new_tokens < 2 or args.repeats < 1:
             raise ValueError("--rows and --repeats are at least 1, --new_tokens at least 2")
-        records = benchmark.rollout(config, benchmark.Plan(rows, args.new_tokens, args.repeats))
+        if args.drafter:
+            config.drafter.path, config.speculative.method = args.drafter, drafter_kind(args.drafter)
+        plan = benchmark.Plan(rows, args.new_tokens, args.repeats)
+        if args.what == "rollout":
+            records = benchmark.rollout(config, plan)
+        else:
+            records = verify_benchmark.verify(config, plan, verify_benchmark.Rules(config.rollout.temperature, args.candidates))
+            print(verify_benchmark.table(records, args.candidates))
         if args.output:
             benchmark.write(args.output, records)
     except (OSError, ValueError) as error:

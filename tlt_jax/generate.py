@@ -20,19 +20,20 @@ def _flags(parser) -> None:
     parser.add_argument("--model", metavar="DIR", help="Hugging Face directory, .gguf file, workdir of a run or hub id (default: model.path of the config)")
     parser.add_argument("--prompts", metavar="FILE", help="JSONL, JSON or parquet file of prompts")
     parser.add_argument("--output", metavar="FILE.jsonl", help="file of the completions; OUTPUT.partial until it is complete")
-    parser.add_argument("--drafter", metavar="DIR", help="not built in this version: decoding is plain")
+    parser.add_argument("--drafter", metavar="DIR", help="EAGLE or EAGLE-3 directory: decoding is speculative, with the same tokens")
 
 
 def main(argv: list[str]) -> int:
     """Parse, check, generate; the exit code (0 done, 2 bad input, 130 interrupted)."""
     config, args = load_config(argv, extra_flags=_flags, command="generate", description=DESCRIPTION, example=EXAMPLE)
+    from tlt_jax.checkpoints.drafter_files import drafter_kind
     from tlt_jax.training import generation  # after the config is known to be good: importing jax takes seconds
 
     logging.set_verbosity(logging.WARNING)
     config.model.path = args.model or config.model.path
     try:
         if args.drafter:
-            raise ValueError(f"--drafter={args.drafter}: speculative generation is not built in this version; leave --drafter out")
+            config.drafter.path, config.speculative.method = args.drafter, drafter_kind(args.drafter)
         if config.model.path == "scratch":
             raise ValueError("--model=DIR is needed: a Hugging Face directory, a .gguf file, the workdir of a run or a hub id")
         if not args.prompts or not args.output:

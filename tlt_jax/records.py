@@ -7,6 +7,8 @@ Arrays of rank ≥ 2 in device code end in their dimension keys, and einsum stri
     N tree nodes        G group (query heads of one key/value head, or samples of one prompt)
     P prompts of one admission, I pieces    R decode rounds of one dispatch      A slots of one admission
     Q prompts of one prefill                M response tokens of a packed row    Z stop ids
+    J tokens of the longest path of a tree (levels + 1)    W positions of a feature ring    X root and nodes of a tree (N + 1)
+    E candidates of one node                U nodes that one level expands
 
 This module holds arrays only; host-side values live in `strategies.py`.
 """
@@ -27,6 +29,15 @@ class SamplingParams:
 
 
 @flax.struct.dataclass
+class Tree:
+    """Draft tokens of each row below its last token, the root, which is node 0 and not listed. Parents stand before their children."""
+
+    tokens_BN: jax.Array  # int32
+    parents_BN: jax.Array  # int32, 0 = the root, n = the nth entry of this list
+    depth_BN: jax.Array  # int32, 1 = child of the root
+
+
+@flax.struct.dataclass
 class Emitted:
     """What one dispatch of decode rounds produced; columns past `count_B` are unspecified."""
 
@@ -34,6 +45,7 @@ class Emitted:
     logprobs_BR: jax.Array  # float32, log-softmax(logits / temperature) of the drawn token
     sampling_logprobs_BR: jax.Array  # float32, the same over the kept set of top-k / top-p / min-p
     count_B: jax.Array  # int32, columns filled in this dispatch
+    forwards_B: jax.Array  # int32, rounds in which the row decoded
     finish_B: jax.Array  # int32, one of the FINISH_* codes of strategies.py
     rounds: jax.Array  # int32 scalar, rounds that ran
 

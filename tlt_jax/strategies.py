@@ -25,6 +25,25 @@ class Strategy(NamedTuple):
 OFF = Strategy(0, 0, 0)
 
 
+def parse_strategies(text: str) -> tuple[Strategy, ...]:
+    """Comma-separated depth_branching_budget, as in "4_2_8,6_1_6". Raises ValueError for a tree that cannot be built."""
+    return tuple(_parse(part.strip()) for part in text.split(",") if part.strip())
+
+
+def _parse(part: str) -> Strategy:
+    numbers = part.split("_")
+    if len(numbers) != 3 or not all(number.isdigit() for number in numbers):
+        raise ValueError(f"strategy {part!r}: expected depth_branching_budget, three whole numbers such as 4_2_8")
+    strategy = Strategy(*map(int, numbers))
+    depth, branching, budget = strategy
+    if not (depth and branching and budget):
+        raise ValueError(f"strategy {part!r}: depth, branching and budget are at least 1; plain decoding needs no entry")
+    most = branching + (depth - 1) * branching**2
+    if not depth <= budget <= most:
+        raise ValueError(f"strategy {part!r}: {depth} levels of {branching} candidates have {depth} to {most} nodes to verify, not {budget}")
+    return strategy
+
+
 @dataclasses.dataclass(frozen=True)
 class Request:
     """One completion to roll out: a sample of a prompt, identified independently of batch, slice and order."""

@@ -9,8 +9,9 @@ import pytest
 
 from tlt_jax.decoding import rollout
 from tlt_jax.decoding.rollout import Admission
-from tlt_jax.decoding.rounds import finish_codes
+from tlt_jax.decoding.rounds import Decoding, Weights
 from tlt_jax.decoding.sampling import make_sampling
+from tlt_jax.decoding.verification import finish_codes
 from tlt_jax.models.decoder import abstract_params
 from tlt_jax.models.specs import PolicySpec, RopeSpec
 from tlt_jax.strategies import FINISH_LENGTH, FINISH_RUNNING, FINISH_STOP
@@ -21,14 +22,18 @@ SPEC = PolicySpec(
 SAMPLING = make_sampling(1.0, vocabulary=29)
 NO_STOP = np.full((2,), -1, np.int32)
 KEYS = np.random.default_rng(1).integers(0, 2**32, (4, 2), dtype=np.uint32)
-admit = jax.jit(functools.partial(rollout.admit, SPEC))
-advance = jax.jit(functools.partial(rollout.advance, SPEC), static_argnames="rounds")
+admit = jax.jit(functools.partial(rollout.admit, Decoding(SPEC)))
+
+
+@functools.partial(jax.jit, static_argnames="rounds")
+def advance(weights, state, sampling, stop_ids, *, rounds):
+    return rollout.advance(Decoding(SPEC, rounds=rounds), weights, state, sampling, stop_ids)
 
 
 @pytest.fixture(scope="module")
 def params():
     random = np.random.default_rng(0)
-    return jax.tree.map(lambda leaf: (random.normal(size=leaf.shape) * 0.4).astype(np.float32), abstract_params(SPEC))
+    return Weights(jax.tree.map(lambda leaf: (random.normal(size=leaf.shape) * 0.4).astype(np.float32), abstract_params(SPEC)))
 
 
 def admission(slots, remaining, lengths=(5, 12), *, width=16):
@@ -41,7 +46,7 @@ def admission(slots, remaining, lengths=(5, 12), *, width=16):
 
 
 def started(params, remaining=(9, 9, 9, 9), lengths=(5, 12)):
-    empty = rollout.init_state(SPEC, 4, 32, jnp.float32, block=8)
+    empty = rollout.init_state(Decoding(SPEC), rollout.Slots(4, 32, block=8), jnp.float32)
     return admit(params, empty, admission((0, 1, 2, 3), remaining, lengths), SAMPLING, NO_STOP)
 
 
@@ -119,7 +124,7 @@ def test_admitting_into_free_slots_leaves_the_other_rows_bit_for_bit_and_padding
 def test_a_prompt_that_enters_in_pieces_gives_the_same_row_as_one_that_enters_whole(params):
     """16 columns in pieces of 6: the last piece, of 4, holds the end of a prompt."""
     whole, first, _ = started(params, lengths=(5, 15))
-    empty = rollout.init_state(SPEC, 4, 32, jnp.float32, block=8)
+    empty = rollout.init_state(Decoding(SPEC), rollout.Slots(4, 32, block=8), jnp.float32)
     pieces, also_first, _ = admit(params, empty, admission((0, 1, 2, 3), (9, 9, 9, 9), (5, 15), width=6), SAMPLING, NO_STOP)
     np.testing.assert_array_equal(first.token_B, also_first.token_B)
     np.testing.assert_array_equal(whole.cache.lengths_B, pieces.cache.lengths_B)
@@ -131,7 +136,7 @@ def test_a_prompt_that_enters_in_pieces_gives_the_same_row_as_one_that_enters_wh
 def test_moving_rows_to_other_slots_and_another_number_of_slots_changes_no_token(params):
     state, _, _ = started(params, (9, 9, 1, 9))
     _, expected = advance(params, state, SAMPLING, NO_STOP, rounds=4)
-    moved = rollout.gather_rows(state, np.array([3, 0, 0, 1, 0, 0]), np.array([True, True, False, True, False, False]))
+    moved = rollout.gather_rows(Decoding(SPEC), state, np.array([3, 0, 0, 1, 0, 0]), np.array([True, True, False, True, False, False]))
     np.testing.assert_array_equal(moved.active_B, [True, True, False, True, False, False])
     np.testing.assert_array_equal(moved.cache.lengths_B, [12, 5, 0, 12, 0, 0])
     _, emitted = advance(params, moved, SAMPLING, NO_STOP, rounds=4)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 import time
 
 import jax
@@ -9,11 +10,12 @@ import numpy as np
 import pytest
 
 from tlt_jax.decoding.sampling import make_sampling
+from tlt_jax.drafters.drafter import Drafter
 from tlt_jax.models.decoder import abstract_params
 from tlt_jax.models.specs import PolicySpec, RopeSpec
 from tlt_jax.runtime.event_loop import roll_out
 from tlt_jax.runtime.policy_driver import Publisher
-from tlt_jax.runtime.programs import SlicePrograms
+from tlt_jax.runtime.programs import SlicePrograms, new_drafter
 from tlt_jax.runtime.rollout_driver import Lengths, RolloutDriver, RolloutSettings
 from tlt_jax.sharding import movement, rules
 from tlt_jax.sharding.meshes import build_meshes
@@ -49,11 +51,13 @@ def random_prompts(count: int = 6, longest: int = 20) -> list[tuple[int, ...]]:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """`devices` cut into `slices` of `tensor` devices a group."""
+    """`devices` cut into `slices` of `tensor` devices a group, with a drafter or none."""
 
     devices: int = 1
     slices: int = 1
     tensor: int = 1
+    drafter: Drafter | None = None
+    ring: int = 512
 
 
 class Engine:
@@ -61,15 +65,20 @@ class Engine:
 
     def __init__(self, layout: Layout):
         self.meshes = build_meshes((layout.devices, 1, 1), layout.slices, layout.tensor)
-        self.programs = [SlicePrograms(SPEC, mesh, "float32", block=16) for mesh in self.meshes.slices]
+        self.programs = [SlicePrograms(SPEC, mesh, "float32", block=16, drafter=layout.drafter, ring=layout.ring) for mesh in self.meshes.slices]
         params = random_params()
         self.params = movement.to_device(params, rules.param_shardings(self.meshes.train, params))
         self.publisher = Publisher(self.meshes, self.params, "float32")
 
-    def drivers(self, settings=SETTINGS, *, params=None, temperature=1.0, stop_ids=(), length=100, longest_prompt=20, **truncation) -> list[RolloutDriver]:
+    def new_drafter(self):
+        """First parameters of the layout's drafter, from the random policy."""
+        return new_drafter(self.programs[0].drafter, random_params())
+
+    def drivers(self, settings=SETTINGS, *, params=None, drafter_params=None, temperature=1.0, stop_ids=(), length=100, longest_prompt=20,
+                **truncation) -> list[RolloutDriver]:
         """Started drivers with freshly published weights."""
         views = self.publisher.publish(self.params if params is None else params)
-        drivers = [RolloutDriver(programs, settings) for programs in self.programs]
+        drivers = [RolloutDriver(programs, settings, drafter_params) for programs in self.programs]
         for driver, view in zip(drivers, views, strict=True):
             sampling = make_sampling(temperature, **truncation, vocabulary=VOCABULARY)
             driver.start(view, self.publisher.version, sampling, stop_ids, Lengths(longest_prompt, length))
@@ -93,6 +102,24 @@ class Engine:
 @functools.cache
 def engine(layout: Layout) -> Engine:
     return Engine(layout)
+
+
+@pytest.fixture(scope="session")
+def forget_engines():
+    """Frees all compiled programs: a process can map about 65,000 pieces of memory, and each program of the CPU backend takes some hundred."""
+
+    def forget():
+        engine.cache_clear()
+        gc.collect()
+        jax.clear_caches()
+
+    return forget
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_of_one_module(forget_engines):
+    yield
+    forget_engines()
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,8 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from tlt_jax.decoding.rollout import init_state
+from tlt_jax.decoding.rollout import Slots, init_state
+from tlt_jax.decoding.rounds import Decoding
 from tlt_jax.models.decoder import abstract_params
 from tlt_jax.models.specs import PolicySpec, RopeSpec
 from tlt_jax.sharding import rules
@@ -70,12 +71,12 @@ def test_optimizer_moments_and_gradients_lie_where_their_parameters_do():
 
 def test_row_state_is_cut_by_rows_over_data_and_by_key_value_heads_over_tensor():
     mesh = build_meshes((8, 1, 1), 2, 2).slices[0]
-    state = jax.eval_shape(lambda: init_state(spec_of(), 4, 64, jnp.float32, block=16))
+    state = jax.eval_shape(lambda: init_state(Decoding(spec_of()), Slots(4, 64, block=16), jnp.float32))
     placement = rules.state_shardings(mesh, state)
     assert placement.cache.keys_LBKSC.spec == placement.cache.values_LBKSC.spec == P(None, "data", "tensor", None, None)
     assert placement.cache.lengths_B.spec == placement.active_B.spec == P("data")
     assert placement.key_B2.spec == P("data", None)
-    odd = rules.state_shardings(mesh, jax.eval_shape(lambda: init_state(spec_of(num_kv_heads=1), 3, 64, jnp.float32, block=16)))
+    odd = rules.state_shardings(mesh, jax.eval_shape(lambda: init_state(Decoding(spec_of(num_kv_heads=1)), Slots(3, 64, block=16), jnp.float32)))
     assert odd.cache.keys_LBKSC.spec == P(None, None, None, None, None) and odd.active_B.spec == P(None)
 
 

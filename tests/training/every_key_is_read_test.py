@@ -14,7 +14,6 @@ from tlt_jax.training.settings import declared_keys
 ROOT = pathlib.Path(__file__).parents[2]
 NOTHING_TO_READ = {
     "rollout.allow_truncation": "only settings_rules.py reads it: it lifts a check",
-    "speculative.method": "it has one value",
 }
 
 

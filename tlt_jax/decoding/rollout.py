@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from tlt_jax.decoding import sampling as drawing
-from tlt_jax.decoding.rounds import RowState, finish_codes, plain_round
+from tlt_jax.decoding.rounds import Decoding, DraftState, RowState, Weights, features, plain_round, speculative_round
+from tlt_jax.decoding.verification import finish_codes
 from tlt_jax.models import decoder, kv_cache
 from tlt_jax.models.kv_cache import KVCache
-from tlt_jax.models.specs import PolicySpec
 from tlt_jax.records import Emitted, SamplingParams
 
 PREFILL_ROWS = 4  # prompts in one forward; measured on CPU: 20 % less time than one prompt at a time, and more only adds padding
@@ -35,109 +35,156 @@ class Admission(NamedTuple):
     remaining_A: jax.Array  # int32
 
 
-def init_state(spec: PolicySpec, rows: int, length: int, dtype, *, block: int) -> RowState:
+class Slots(NamedTuple):
+    """Rows of a slice, cache slots of a row, and columns of the feature ring."""
+
+    rows: int
+    length: int
+    ring: int = 512
+    block: int = 128
+
+
+def init_state(decoding: Decoding, slots: Slots, dtype) -> RowState:
     """Empty slots."""
+    rows, drafter = slots.rows, decoding.drafter
+    cache = kv_cache.init_cache(decoding.spec, rows, slots.length, dtype, block=slots.block)
+    draft = None
+    if drafter is not None:
+        ring = jnp.zeros((rows, slots.ring, drafter.features), dtype) if drafter.features else None
+        draft = DraftState(
+            jnp.zeros((rows, cache.slots), jnp.int32), ring, jnp.zeros((rows,), jnp.int32), drafter.init_state(rows, cache.slots, dtype, slots.block))
     return RowState(
-        cache=kv_cache.init_cache(spec, rows, length, dtype, block=block), key_B2=jnp.zeros((rows, 2), jnp.uint32), last_token_B=jnp.zeros((rows,), jnp.int32),
-        remaining_B=jnp.zeros((rows,), jnp.int32), active_B=jnp.zeros((rows,), bool))
+        cache=cache, key_B2=jnp.zeros((rows, 2), jnp.uint32), last_token_B=jnp.zeros((rows,), jnp.int32), remaining_B=jnp.zeros((rows,), jnp.int32),
+        active_B=jnp.zeros((rows,), bool), draft=draft)
 
 
-def prefill(spec: PolicySpec, params: dict, tokens_QIT: jax.Array, lengths_Q: jax.Array, cache: KVCache):
-    """Prompts into the rows of a cache, piece by piece: cost follows the longest of these prompts, not the longest one that may come.
+class Prefilled(NamedTuple):
+    """Prompts that went through the policy: their cache, the last W features the drafter reads (or None), and the final feature of the last token."""
 
-    Returns (cache, features [Q, D] of each prompt's last token).
-    """
+    cache: KVCache
+    ring_QWF: jax.Array | None
+    last_QD: jax.Array
+
+
+def prefill(decoding: Decoding, params: dict, tokens_QIT: jax.Array, lengths_Q: jax.Array, into: Prefilled) -> Prefilled:
+    """Prompts into the rows of a cache, piece by piece: cost follows the longest of these prompts, not the longest one that may come."""
     prompts, _, width = tokens_QIT.shape
+    drafter = decoding.drafter
 
     def step(carry):
-        piece, cache, last_QD = carry
-        out = decoder.forward(spec, params, tokens_QIT[:, piece], cache=cache, compute_logits=False)
+        piece, now = carry
+        out = decoder.forward(
+            decoding.spec, params, tokens_QIT[:, piece], cache=now.cache, compute_logits=False,
+            capture_layers=() if drafter is None else drafter.capture_layers)
         column_Q = lengths_Q - 1 - piece * width
         here_QD = jnp.take_along_axis(out.features_BTD, jnp.clip(column_Q, 0, width - 1)[:, None, None], axis=1)[:, 0]
-        last_QD = jnp.where(((column_Q >= 0) & (column_Q < width))[:, None], here_QD, last_QD)
-        return piece + 1, out.cache.replace(lengths_B=jnp.minimum(lengths_Q, (piece + 1) * width)), last_QD
+        last_QD = jnp.where(((column_Q >= 0) & (column_Q < width))[:, None], here_QD, now.last_QD)
+        ring_QWF = now.ring_QWF
+        if ring_QWF is not None:
+            ring, position = ring_QWF.shape[1], piece * width + jnp.arange(width)[None, :]
+            last = (position < lengths_Q[:, None]) & (position >= lengths_Q[:, None] - ring)
+            ring_QWF = ring_QWF.at[jnp.arange(prompts)[:, None], jnp.where(last, position % ring, ring)].set(
+                features(drafter, out).astype(ring_QWF.dtype), mode="drop")
+        return piece + 1, Prefilled(out.cache.replace(lengths_B=jnp.minimum(lengths_Q, (piece + 1) * width)), ring_QWF, last_QD)
 
-    cache = cache.replace(lengths_B=jnp.zeros((prompts,), jnp.int32))
-    last_QD = jnp.zeros((prompts, spec.hidden_size), params["embed"]["embedding"].dtype)
-    _, cache, last_QD = jax.lax.while_loop(lambda carry: carry[0] * width < jnp.max(lengths_Q), step, (jnp.int32(0), cache, last_QD))
-    return cache, last_QD
+    start = into._replace(cache=into.cache.replace(lengths_B=jnp.zeros((prompts,), jnp.int32)), last_QD=jnp.zeros_like(into.last_QD))
+    return jax.lax.while_loop(lambda carry: carry[0] * width < jnp.max(lengths_Q), step, (jnp.int32(0), start))[1]
 
 
-def fill_slots(spec: PolicySpec, params: dict, cache: KVCache, admission: Admission):
-    """Prefill every prompt of an admission, a few at a time, and copy it into its slots; (cache, features [P, D] of the prompts' last tokens)."""
+def fill_slots(decoding: Decoding, params: dict, state: RowState, admission: Admission):
+    """Prefill every prompt of an admission, a few at a time, and copy it into its slots; (cache, ring or None, features [P, D] of the prompts' last tokens)."""
+    cache, ring_BWF = state.cache, None if state.draft is None else state.draft.ring_BWF
     rows, (prompts, pieces, width), entries = cache.lengths_B.shape[0], admission.tokens_PIT.shape, admission.slots_A.shape[0]
     together = math.gcd(prompts, PREFILL_ROWS)
-    own = kv_cache.init_cache(spec, together, pieces * width, cache.keys_LBKSC.dtype, block=cache.block)
+    dtype = params["embed"]["embedding"].dtype
+    own = Prefilled(
+        kv_cache.init_cache(decoding.spec, together, pieces * width, cache.keys_LBKSC.dtype, block=cache.block),
+        None if ring_BWF is None else jnp.zeros((together, *ring_BWF.shape[1:]), ring_BWF.dtype), jnp.zeros((together, decoding.spec.hidden_size), dtype))
 
     def waits(entry, end):
         place = jnp.minimum(entry, entries - 1)
         return (entry < entries) & (admission.source_A[place] < end) & (admission.slots_A[place] < rows)
 
     def put(carry, start):
-        entry, cache, own = carry
-        return entry + 1, kv_cache.put_row(cache, admission.slots_A[entry], own, admission.source_A[entry] - start), own
+        entry, cache, ring_BWF, own = carry
+        slot, row = admission.slots_A[entry], admission.source_A[entry] - start
+        ring_BWF = None if ring_BWF is None else ring_BWF.at[slot].set(own.ring_QWF[row])
+        return entry + 1, kv_cache.put_row(cache, slot, own.cache, row), ring_BWF, own
 
     def step(carry):
-        start, entry, own, cache, last_PD = carry
+        start, entry, own, cache, ring_BWF, last_PD = carry
         tokens_QIT = jax.lax.dynamic_slice_in_dim(admission.tokens_PIT, start, together)
-        own, last_QD = prefill(spec, params, tokens_QIT, jax.lax.dynamic_slice_in_dim(admission.lengths_P, start, together), own)
-        entry, cache, own = jax.lax.while_loop(lambda inner: waits(inner[0], start + together), lambda inner: put(inner, start), (entry, cache, own))
-        return start + together, entry, own, cache, jax.lax.dynamic_update_slice_in_dim(last_PD, last_QD, start, axis=0)
+        own = prefill(decoding, params, tokens_QIT, jax.lax.dynamic_slice_in_dim(admission.lengths_P, start, together), own)
+        last_PD = jax.lax.dynamic_update_slice_in_dim(last_PD, own.last_QD, start, axis=0)
+        entry, cache, ring_BWF, own = jax.lax.while_loop(
+            lambda inner: waits(inner[0], start + together), lambda inner: put(inner, start), (entry, cache, ring_BWF, own))
+        return start + together, entry, own, cache, ring_BWF, last_PD
 
     count = jnp.sum(admission.lengths_P > 0)
-    last_PD = jnp.zeros((prompts, spec.hidden_size), params["embed"]["embedding"].dtype)
-    *_, cache, last_PD = jax.lax.while_loop(lambda carry: carry[0] < count, step, (jnp.int32(0), jnp.int32(0), own, cache, last_PD))
-    return cache, last_PD
+    first = (jnp.int32(0), jnp.int32(0), own, cache, ring_BWF, jnp.zeros((prompts, decoding.spec.hidden_size), dtype))
+    *_, cache, ring_BWF, last_PD = jax.lax.while_loop(lambda carry: carry[0] < count, step, first)
+    return cache, ring_BWF, last_PD
 
 
-def admit(spec: PolicySpec, params: dict, state: RowState, admission: Admission, sampling: SamplingParams, stop_ids_Z: jax.Array):
+def admit(decoding: Decoding, weights: Weights, state: RowState, admission: Admission, sampling: SamplingParams, stop_ids_Z: jax.Array):
     """Prefill prompts, copy them into slots and draw each slot's first token; (state, sampled of A rows, finish_A)."""
-    cache, last_PD = fill_slots(spec, params, state.cache, admission)
-    logits_AV = decoder.head_logits(spec, params, last_PD[admission.source_A])
-    sampled = drawing.sample(logits_AV, admission.key_A2, admission.lengths_P[admission.source_A], sampling)
+    cache, ring_BWF, last_PD = fill_slots(decoding, weights.policy, state, admission)
+    logits_AV = decoder.head_logits(decoding.spec, weights.policy, last_PD[admission.source_A])
+    lengths_A = admission.lengths_P[admission.source_A]
+    sampled = drawing.sample(logits_AV, admission.key_A2, lengths_A, sampling)
     remaining_A = admission.remaining_A - 1
     finish_A = finish_codes(sampled.token_B, remaining_A, stop_ids_Z)
 
     def put(stored, new):
         return stored.at[admission.slots_A].set(new, mode="drop")
 
+    draft = state.draft
+    if draft is not None:
+        tokens_PS = admission.tokens_PIT.reshape(admission.tokens_PIT.shape[0], -1)[:, : draft.tokens_BS.shape[1]]
+        text_AS = jnp.pad(tokens_PS, ((0, 0), (0, draft.tokens_BS.shape[1] - tokens_PS.shape[1])))[admission.source_A]
+        text_AS = text_AS.at[jnp.arange(len(lengths_A)), lengths_A].set(sampled.token_B, mode="drop")
+        new_B = put(jnp.zeros_like(state.active_B), jnp.ones_like(finish_A, bool))
+        draft = DraftState(put(draft.tokens_BS, text_AS), ring_BWF, jnp.where(new_B, 0, draft.reach_B), decoding.drafter.forget(draft.own, new_B))
     active_B = put(state.active_B, finish_A == 0)
     state = RowState(
         cache=cache.replace(lengths_B=jnp.where(active_B, cache.lengths_B, 0)), key_B2=put(state.key_B2, admission.key_A2),
-        last_token_B=put(state.last_token_B, sampled.token_B), remaining_B=put(state.remaining_B, remaining_A), active_B=active_B)
+        last_token_B=put(state.last_token_B, sampled.token_B), remaining_B=put(state.remaining_B, remaining_A), active_B=active_B, draft=draft)
     return state, sampled, finish_A
 
 
-def advance(spec: PolicySpec, params: dict, state: RowState, sampling: SamplingParams, stop_ids_Z: jax.Array, rounds: int) -> tuple[RowState, Emitted]:
-    """Up to `rounds` plain rounds; ends early when no row is active."""
-    rows = state.active_B.shape[0]
-    row_B = jnp.arange(rows)
+def advance(decoding: Decoding, weights: Weights, state: RowState, sampling: SamplingParams, stop_ids_Z: jax.Array) -> tuple[RowState, Emitted]:
+    """Up to `decoding.rounds` rounds of its strategy; ends early when no row is active."""
+    rows, rounds, columns = state.active_B.shape[0], decoding.rounds, decoding.rounds * decoding.width
+    one_round = speculative_round if decoding.strategy.depth else plain_round
+    row_B1, place = jnp.arange(rows)[:, None], jnp.arange(decoding.width)[None, :]
     empty = Emitted(
-        tokens_BR=jnp.zeros((rows, rounds), jnp.int32), logprobs_BR=jnp.zeros((rows, rounds), jnp.float32),
-        sampling_logprobs_BR=jnp.zeros((rows, rounds), jnp.float32), count_B=jnp.zeros((rows,), jnp.int32), finish_B=jnp.zeros((rows,), jnp.int32),
-        rounds=jnp.int32(0))
+        tokens_BR=jnp.zeros((rows, columns), jnp.int32), logprobs_BR=jnp.zeros((rows, columns), jnp.float32),
+        sampling_logprobs_BR=jnp.zeros((rows, columns), jnp.float32), count_B=jnp.zeros((rows,), jnp.int32), forwards_B=jnp.zeros((rows,), jnp.int32),
+        finish_B=jnp.zeros((rows,), jnp.int32), rounds=jnp.int32(0))
 
     def step(carry):
         state, emitted = carry
-        column_B = jnp.where(state.active_B, emitted.count_B, rounds)  # past the end: dropped
+        after, new = one_round(decoding, weights, state, sampling, stop_ids_Z)
+        column_BJ = jnp.where(place < new.count_B[:, None], emitted.count_B[:, None] + place, columns)  # past the end: dropped
 
-        def put(stored, new):
-            return stored.at[row_B, column_B].set(new, mode="drop")
+        def put(stored, values):
+            return stored.at[row_B1, column_BJ].set(values, mode="drop")
 
-        after, sampled, finish_B = plain_round(spec, params, state, sampling, stop_ids_Z)
-        emitted = Emitted(
-            tokens_BR=put(emitted.tokens_BR, sampled.token_B), logprobs_BR=put(emitted.logprobs_BR, sampled.logprob_B),
-            sampling_logprobs_BR=put(emitted.sampling_logprobs_BR, sampled.sampling_logprob_B), count_B=emitted.count_B + state.active_B,
-            finish_B=jnp.maximum(emitted.finish_B, finish_B), rounds=emitted.rounds + 1)
-        return after, emitted
+        return after, Emitted(
+            tokens_BR=put(emitted.tokens_BR, new.tokens_BJ), logprobs_BR=put(emitted.logprobs_BR, new.logprobs_BJ),
+            sampling_logprobs_BR=put(emitted.sampling_logprobs_BR, new.sampling_logprobs_BJ), count_B=emitted.count_B + new.count_B,
+            forwards_B=emitted.forwards_B + state.active_B, finish_B=jnp.maximum(emitted.finish_B, new.finish_B), rounds=emitted.rounds + 1)
 
     return jax.lax.while_loop(lambda carry: (carry[1].rounds < rounds) & jnp.any(carry[0].active_B), step, (state, empty))
 
 
-def gather_rows(state: RowState, index_B: jax.Array, keep_B: jax.Array) -> RowState:
+def gather_rows(decoding: Decoding, state: RowState, index_B: jax.Array, keep_B: jax.Array) -> RowState:
     """Rows `index_B` in a new order or number; rows with `keep_B` False become empty slots."""
-    cache = kv_cache.gather_rows(state.cache, index_B)
+    cache, draft = kv_cache.gather_rows(state.cache, index_B), state.draft
     active_B = state.active_B[index_B] & keep_B
+    if draft is not None:
+        ring_BWF = None if draft.ring_BWF is None else draft.ring_BWF[index_B]
+        draft = DraftState(draft.tokens_BS[index_B], ring_BWF, draft.reach_B[index_B], decoding.drafter.gather_rows(draft.own, index_B))
     return RowState(
         cache=cache.replace(lengths_B=jnp.where(active_B, cache.lengths_B, 0)), key_B2=state.key_B2[index_B], last_token_B=state.last_token_B[index_B],
-        remaining_B=state.remaining_B[index_B], active_B=active_B)
+        remaining_B=state.remaining_B[index_B], active_B=active_B, draft=draft)

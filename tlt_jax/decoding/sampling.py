@@ -5,6 +5,7 @@ the same law as argmax(l + Gumbel), cheaper because its exponentials are those o
 plain argmax. Log-probabilities are log_softmax(logits / temperature) over the full vocabulary, whatever is kept.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ from tlt_jax import noise
 from tlt_jax.records import SamplingParams
 
 CHUNK = 128
+LEAST_SCORE = -60.0  # a candidate that is not kept: finite, so that sums of scores keep their order
 
 
 class Sampled(NamedTuple):
@@ -56,35 +58,59 @@ def kept_threshold(scaled_BV: jax.Array, sampling: SamplingParams) -> jax.Array:
     return jnp.maximum(threshold, floor)
 
 
-def kept_tokens(scaled_BV: jax.Array, sampling: SamplingParams) -> jax.Array:
-    """[B, V] booleans: tokens that may be drawn. The sort runs only when a truncation is on."""
-    real = jnp.broadcast_to(jnp.arange(scaled_BV.shape[-1])[None, :] < sampling.vocabulary, scaled_BV.shape)
+def kept_tokens(scaled_BV: jax.Array, sampling: SamplingParams, ids_V: jax.Array | None = None) -> jax.Array:
+    """[B, V] booleans: tokens that may be drawn; `ids_V` are the ids of the columns (default 0…V−1). The sort runs only when a truncation is on."""
+    ids_V = jnp.arange(scaled_BV.shape[-1]) if ids_V is None else ids_V
+    real = jnp.broadcast_to(ids_V[None, :] < sampling.vocabulary, scaled_BV.shape)
     masked = jnp.where(real, scaled_BV, -jnp.inf)
     return jax.lax.cond(truncates(sampling), lambda: real & (masked >= kept_threshold(masked, sampling)), lambda: real)
 
 
-def race_scores(weights_BV: jax.Array, kept_BV: jax.Array, key_B2: jax.Array, position_B: jax.Array) -> jax.Array:
-    """[B, V] scores whose argmax is the drawn token, from weights exp(l − max); −1 (never NaN) for tokens that are not kept."""
-    ids_V = jnp.arange(weights_BV.shape[-1])
-    return jnp.where(kept_BV, weights_BV / noise.exponentials(key_B2, position_B, ids_V), -1.0)
+def race_noise(key_B2: jax.Array, first_B: jax.Array, positions: int, vocabulary: int, sampling: SamplingParams) -> jax.Array:
+    """float32 [B, J, V]: the noise of J positions in a row from `first_B` on; ones at temperature 0, where none is used."""
+    rows = key_B2.shape[0]
+
+    def draw():
+        key_X2 = jnp.repeat(key_B2, positions, axis=0)
+        position_X = (first_B[:, None] + jnp.arange(positions)[None, :]).reshape(-1)
+        return noise.exponentials(key_X2, position_X, jnp.arange(vocabulary)).reshape(rows, positions, vocabulary)
+
+    return jax.lax.cond(sampling.temperature == 0, lambda: jnp.ones((rows, positions, vocabulary), jnp.float32), draw)
 
 
-def best_token(scores_BV: jax.Array) -> jax.Array:
-    """argmax over the vocabulary, int32; the first of equal scores.
+def best_in_chunks(scores_BV: jax.Array, count: int) -> jax.Array:
+    """The `count` best entries of each row, int32 [B, count], best first; the first of equal scores.
 
-    In two steps, by chunks and inside the best one: XLA on CPU runs a whole-row argmax with all that is fused into it element by element (measured with
+    In two steps, by chunks and inside the best ones: XLA on CPU runs a whole-row argmax with all that is fused into it element by element (measured with
     64 rows: 10.6 ms, and 4.8 ms this way).
     """
     rows, vocabulary = scores_BV.shape
     padded = jnp.pad(scores_BV, ((0, 0), (0, -vocabulary % CHUNK)), constant_values=-jnp.inf)
     chunks = padded.reshape(rows, -1, CHUNK)
-    chunk_B = jnp.argmax(jnp.max(chunks, axis=-1), axis=-1)
-    inside = jnp.take_along_axis(chunks, chunk_B[:, None, None], axis=1)[:, 0]
-    return (chunk_B * CHUNK + jnp.argmax(inside, axis=-1)).astype(jnp.int32)
+    maxima = jnp.max(chunks, axis=-1)
+    if count == 1:
+        chunk_BE = jnp.argmax(maxima, axis=-1)[:, None]
+        inside = jnp.take_along_axis(chunks, chunk_BE[:, :, None], axis=1)[:, 0]
+        place_BE = jnp.argmax(inside, axis=-1)[:, None]
+        return (chunk_BE * CHUNK + place_BE).astype(jnp.int32)
+    chunk_BE = jnp.sort(jax.lax.top_k(maxima, min(count, maxima.shape[1]))[1], axis=-1)  # in order, so that the first of equal scores stays first
+    inside = jnp.take_along_axis(chunks, chunk_BE[:, :, None], axis=1).reshape(rows, -1)
+    place_BE = jax.lax.top_k(inside, count)[1]
+    return (jnp.take_along_axis(chunk_BE, place_BE // CHUNK, axis=1) * CHUNK + place_BE % CHUNK).astype(jnp.int32)
+
+
+def best_token(scores_BV: jax.Array) -> jax.Array:
+    """argmax over the vocabulary, int32; the first of equal scores."""
+    return best_in_chunks(scores_BV, 1)[:, 0]
 
 
 def sample(logits_BV: jax.Array, key_B2: jax.Array, position_B: jax.Array, sampling: SamplingParams) -> Sampled:
     """Draw the token of each row that stands at absolute position `position_B`."""
+    return draw(logits_BV, lambda: noise.exponentials(key_B2, position_B, jnp.arange(logits_BV.shape[-1])), sampling)
+
+
+def draw(logits_BV: jax.Array, noise_BV: Callable[[], jax.Array], sampling: SamplingParams) -> Sampled:
+    """Draw a token a row with the exponentials that `noise_BV` gives; it is not called at temperature 0."""
     scaled_BV = scaled(logits_BV, sampling)
     maximum_B1 = jnp.max(scaled_BV, axis=-1, keepdims=True)
     weights_BV = jnp.exp(scaled_BV - maximum_B1)
@@ -93,8 +119,29 @@ def sample(logits_BV: jax.Array, key_B2: jax.Array, position_B: jax.Array, sampl
     scores_BV = jax.lax.cond(
         sampling.temperature == 0,
         lambda: jnp.where(kept_BV, scaled_BV, -jnp.inf),
-        lambda: race_scores(weights_BV, kept_BV, key_B2, position_B))
+        lambda: race_scores(weights_BV, kept_BV, noise_BV()))
     token_B = best_token(scores_BV)
     centred_B = jnp.take_along_axis(scaled_BV, token_B[:, None], axis=-1)[:, 0] - maximum_B1[:, 0]
     kept_total_B = jax.lax.cond(truncates(sampling), lambda: jnp.sum(jnp.where(kept_BV, weights_BV, 0.0), axis=-1), lambda: total_B)
     return Sampled(token_B, centred_B - jnp.log(total_B), centred_B - jnp.log(kept_total_B))
+
+
+def race_scores(weights_BV: jax.Array, kept_BV: jax.Array, noise_BV: jax.Array) -> jax.Array:
+    """[B, V] scores whose argmax is the drawn token, from weights exp(l − max); −1 (never NaN) for tokens that are not kept."""
+    return jnp.where(kept_BV, weights_BV / noise_BV, -1.0)
+
+
+def candidates(logits_BV: jax.Array, noise_BV: jax.Array, ids_V: jax.Array, count: int, sampling: SamplingParams) -> tuple[jax.Array, jax.Array]:
+    """The `count` best of a drafter's perturbed scores: (columns [B, count], log-probability [B, count] that each is the policy's pick).
+
+    `ids_V` are the global ids of the columns and `noise_BV` the policy's noise of these ids. The probability is the softmax of the log-scores over the
+    candidates, since how far they lie apart tells how safely the policy, with the same noise, picks the same; at temperature 0 the drafter's own.
+    """
+    scaled_BV = scaled(logits_BV, sampling)
+    kept_BV = kept_tokens(scaled_BV, sampling, ids_V)
+    greedy = sampling.temperature == 0
+    perturbed_BV = jnp.where(kept_BV, scaled_BV - jax.lax.cond(greedy, lambda: jnp.zeros_like(noise_BV), lambda: jnp.log(noise_BV)), -jnp.inf)
+    column_BE = best_in_chunks(perturbed_BV, count)
+    score_BE = jnp.take_along_axis(perturbed_BV, column_BE, axis=-1)
+    total_B1 = jax.lax.cond(greedy, lambda: jax.nn.logsumexp(scaled_BV, axis=-1, keepdims=True), lambda: jax.nn.logsumexp(score_BE, axis=-1, keepdims=True))
+    return column_BE, jnp.maximum(score_BE - total_B1, LEAST_SCORE)

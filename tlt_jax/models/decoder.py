@@ -32,7 +32,8 @@ class DecoderOutput:
 
 
 @functools.cache
-def _layer_definition(spec: PolicySpec) -> nnx.GraphDef:
+def layer_definition(spec: PolicySpec) -> nnx.GraphDef:
+    """The module of one layer without its parameters, for `nnx.merge`."""
     return nnx.split(nnx.eval_shape(lambda: DecoderLayer(spec, rngs=nnx.Rngs(0))))[0]
 
 
@@ -70,6 +71,12 @@ def unstacked(layers: dict) -> tuple:
     return tuple(jax.tree.map(lambda stack, index=index: stack[index], layers) for index in range(count))
 
 
+def layer_params(params: dict, index: int) -> dict:
+    """The parameters of one layer, stacked or not."""
+    layers = params["layers"]
+    return layers[index] if isinstance(layers, tuple) else jax.tree.map(lambda stack: stack[index], layers)
+
+
 def forward(spec: PolicySpec, params: dict, tokens_BT, *, positions_BT=None, segments_BT=None, cache: KVCache | None = None, mask=None,
             capture_layers: tuple[int, ...] = (), compute_logits: bool = True, remat: bool = False) -> DecoderOutput:
     """Run the decoder on T new tokens a row.
@@ -94,7 +101,7 @@ def forward(spec: PolicySpec, params: dict, tokens_BT, *, positions_BT=None, seg
     rotation = rope.rotation(spec, positions_BT, length=jnp.max(positions_BT) + 1 if cache is None else 0)
     same_BTT = None if segments_BT is None else segments_BT[:, :, None] == segments_BT[:, None, :]
     windows = np.array([NO_WINDOW if w is None else w for w in spec.windows], np.int32)
-    definition = _layer_definition(spec)
+    definition = layer_definition(spec)
 
     def new_mask(window):
         allowed = attention.visible(positions_BT, positions_BT, window)

@@ -90,6 +90,19 @@ def attend(cache: KVCache, layer: jax.Array, query_BTHC: jax.Array, new: NewToke
     return attention.finish_softmax(running, query_BTHC.dtype)
 
 
+def compact(cache: KVCache, path_BJ: jax.Array, count_B: jax.Array) -> KVCache:
+    """Move the new entries `path_BJ` of each row, counted from its committed slots on, to the places 0, 1, … `count_B` − 1 after these; lengths stay."""
+    row_BJ = jnp.arange(path_BJ.shape[0])[:, None]
+    place = jnp.arange(path_BJ.shape[1])[None, :]
+    source_BJ = jnp.minimum(cache.lengths_B[:, None] + path_BJ, cache.slots - 1)
+    target_BJ = jnp.where(place < count_B[:, None], cache.lengths_B[:, None] + place, cache.slots)  # past the end: dropped
+
+    def move(stored):
+        return stored.at[:, row_BJ, :, target_BJ].set(stored[:, row_BJ, :, source_BJ], mode="drop")
+
+    return cache.replace(keys_LBKSC=move(cache.keys_LBKSC), values_LBKSC=move(cache.values_LBKSC))
+
+
 def gather_rows(cache: KVCache, index_B: jax.Array) -> KVCache:
     """Rows in a new order or number (compaction, moves); every index must be a valid row."""
     return cache.replace(

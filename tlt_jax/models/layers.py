@@ -50,13 +50,14 @@ class Projection(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """The projections of grouped-query attention."""
+    """The projections of grouped-query attention; `inputs` is the width they read when it is not the model's."""
 
-    def __init__(self, spec: PolicySpec, *, rngs: nnx.Rngs):
+    def __init__(self, spec: PolicySpec, *, inputs: int | None = None, rngs: nnx.Rngs):
         width, channels = spec.hidden_size, spec.head_dim
-        self.query = Projection((width,), (spec.num_heads, channels), spec.qkv_bias, rngs=rngs)
-        self.key = Projection((width,), (spec.num_kv_heads, channels), spec.qkv_bias, rngs=rngs)
-        self.value = Projection((width,), (spec.num_kv_heads, channels), spec.qkv_bias, rngs=rngs)
+        read = inputs or width
+        self.query = Projection((read,), (spec.num_heads, channels), spec.qkv_bias, rngs=rngs)
+        self.key = Projection((read,), (spec.num_kv_heads, channels), spec.qkv_bias, rngs=rngs)
+        self.value = Projection((read,), (spec.num_kv_heads, channels), spec.qkv_bias, rngs=rngs)
         self.output = Projection((spec.num_heads, channels), (width,), spec.output_bias, rngs=rngs)
         self.query_norm = RMSNorm(channels, spec.rms_norm_eps) if spec.qk_norm else None
         self.key_norm = RMSNorm(channels, spec.rms_norm_eps) if spec.qk_norm else None

@@ -13,11 +13,17 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from tlt_jax.decoding import rollout
-from tlt_jax.decoding.rounds import RowState
+from tlt_jax.decoding.rollout import Slots
+from tlt_jax.decoding.rounds import Decoding, RowState, Weights
+from tlt_jax.distillation import pairs
+from tlt_jax.distillation.acceptance import Rules, acceptance
+from tlt_jax.drafters.drafter import Drafter
+from tlt_jax.drafters.feature_drafter import FeatureDrafter, policy_head
 from tlt_jax.models import decoder
 from tlt_jax.models.specs import PolicySpec
 from tlt_jax.objectives import policy_update
 from tlt_jax.sharding import movement, rules
+from tlt_jax.strategies import OFF, Strategy
 
 UNSTACKED_BYTES = 2**31  # layers of at most this size are copied to decode faster on a CPU; more would not fit beside the rest on a small machine
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -48,8 +54,9 @@ def compile_counter() -> CompileCounter:
 class SlicePrograms:
     """The programs of one rollout slice. State is donated by every program that returns a new one; parameters never are."""
 
-    def __init__(self, spec: PolicySpec, mesh: Mesh, dtype: str, *, block: int):
-        self.spec, self.mesh, self.dtype, self.block = spec, mesh, jnp.dtype(dtype), block
+    def __init__(self, spec: PolicySpec, mesh: Mesh, dtype: str, *, block: int, drafter: Drafter | None = None, ring: int = 512):
+        self.spec, self.mesh, self.dtype, self.drafter = spec, mesh, jnp.dtype(dtype), drafter
+        self._decoding, self._slots = Decoding(spec, drafter), functools.partial(Slots, ring=ring, block=block)
         self.replicated = rules.replicated(mesh)
         self._built = {}
 
@@ -59,13 +66,12 @@ class SlicePrograms:
         return self._built[key]
 
     def _placement(self, rows: int, length: int):
-        abstract = jax.eval_shape(lambda: rollout.init_state(self.spec, rows, length, self.dtype, block=self.block))
-        return rules.state_shardings(self.mesh, abstract)
+        return rules.state_shardings(self.mesh, jax.eval_shape(lambda: rollout.init_state(self._decoding, self._slots(rows, length), self.dtype)))
 
     def row_bytes(self, length: int) -> int:
         """Bytes that one row of `length` cache slots takes on each device of the slice."""
         rows = self.mesh.shape["data"]
-        abstract = jax.eval_shape(lambda: rollout.init_state(self.spec, rows, length, self.dtype, block=self.block))
+        abstract = jax.eval_shape(lambda: rollout.init_state(self._decoding, self._slots(rows, length), self.dtype))
         placement = rules.state_shardings(self.mesh, abstract)
         sizes = jax.tree.map(lambda leaf, place: math.prod(place.shard_shape(leaf.shape)) * leaf.dtype.itemsize, abstract, placement)
         return sum(jax.tree.leaves(sizes)) // rows
@@ -75,51 +81,54 @@ class SlicePrograms:
         stats = [device.memory_stats() for device in self.mesh.devices.flat]
         return None if None in stats else min(one["bytes_limit"] - one["bytes_in_use"] for one in stats)
 
-    def serve(self, params: dict) -> dict:
+    def serve(self, params: dict, drafter_params: dict | None) -> Weights:
         """The published parameters as this slice decodes with them: on one CPU device a copy that is not stacked, when it is small enough."""
         layers = params["layers"]
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(layers))
-        if jax.default_backend() != "cpu" or self.mesh.size > 1 or size > UNSTACKED_BYTES:
-            return params
-        return params | {"layers": self._program(("unstack",), lambda: jax.jit(decoder.unstacked))(layers)}
+        prepared = None
+        if self.drafter is not None:
+            prepared = self._program(("prepare",), lambda: prepare_program(self.drafter))(drafter_params, params)
+        if jax.default_backend() == "cpu" and self.mesh.size == 1 and size <= UNSTACKED_BYTES:
+            params = params | {"layers": self._program(("unstack",), lambda: jax.jit(decoder.unstacked))(layers)}
+        return Weights(params, prepared)
 
     def init_state(self, rows: int, length: int) -> RowState:
         """Empty slots of `rows` × `length`, created in place."""
 
         def build():
             return jax.jit(
-                lambda: rollout.init_state(self.spec, rows, length, self.dtype, block=self.block), out_shardings=self._placement(rows, length))
+                lambda: rollout.init_state(self._decoding, self._slots(rows, length), self.dtype), out_shardings=self._placement(rows, length))
 
         return self._program(("init", rows, length), build)()
 
-    def admit(self, params, state: RowState, admission: rollout.Admission, sampling, stop_ids_Z):
+    def admit(self, weights: Weights, state: RowState, admission: rollout.Admission, sampling, stop_ids_Z):
         """Prefill and fill slots: (state, sampled, finish_A)."""
         rows, length = state.active_B.shape[0], state.cache.slots
 
         def build():
             return jax.jit(
-                functools.partial(rollout.admit, self.spec), donate_argnums=(1,),
+                functools.partial(rollout.admit, self._decoding), donate_argnums=(1,),
                 out_shardings=(self._placement(rows, length), self.replicated, self.replicated))
 
-        return self._program(("admit", rows, length), build)(params, state, admission, sampling, stop_ids_Z)
+        return self._program(("admit", rows, length), build)(weights, state, admission, sampling, stop_ids_Z)
 
-    def advance(self, params, state: RowState, sampling, stop_ids_Z, *, rounds: int):
-        """One dispatch of plain rounds: (state, emitted)."""
+    def advance(self, weights: Weights, state: RowState, sampling, stop_ids_Z, *, rounds: int, strategy: Strategy = OFF):
+        """One dispatch of rounds of a strategy: (state, emitted)."""
         rows, length = state.active_B.shape[0], state.cache.slots
 
         def build():
             return jax.jit(
-                functools.partial(rollout.advance, self.spec, rounds=rounds), donate_argnums=(1,),
+                functools.partial(rollout.advance, self._decoding._replace(strategy=strategy, rounds=rounds)), donate_argnums=(1,),
                 out_shardings=(self._placement(rows, length), self.replicated))
 
-        return self._program(("advance", rows, length, rounds), build)(params, state, sampling, stop_ids_Z)
+        return self._program(("advance", rows, length, rounds, strategy), build)(weights, state, sampling, stop_ids_Z)
 
     def gather(self, state: RowState, index_B, keep_B) -> RowState:
         """Rows in a new order or number. The old state stays valid until dropped: its buffers have other shapes."""
         rows, length = len(index_B), state.cache.slots
 
         def build():
-            return jax.jit(rollout.gather_rows, out_shardings=self._placement(rows, length))
+            return jax.jit(functools.partial(rollout.gather_rows, self._decoding), out_shardings=self._placement(rows, length))
 
         return self._program(("gather", state.active_B.shape[0], rows, length), build)(state, index_B, keep_B)
 
@@ -143,7 +152,7 @@ class LearnerPrograms:
 
     def _totals_programs(self, params, batch):
         """(zeros, accumulate); the metrics that an objective returns decide the shape of the totals."""
-        key = tuple(batch.tokens_BT.shape) + tuple(batch.targets_BM.shape)
+        key = tuple(leaf.shape for leaf in jax.tree.leaves(batch))
         if key not in self._totals:
             loss, metrics = jax.eval_shape(self._objective, params, batch)
             abstract = (jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), params), loss, metrics)
@@ -180,3 +189,39 @@ def init_program(mesh: Mesh, make, abstract):
 def publish_program(targets: list, dtype: str):
     """The jitted reshard of a list of arrays from the train layout to the layout of all slices (parameters are not donated)."""
     return jax.jit(functools.partial(movement.reshard, dtype=jnp.dtype(dtype)), out_shardings=targets)
+
+
+def teach_program(mesh: Mesh, spec: PolicySpec, capture_layers: tuple[int, ...]):
+    """The jitted forward that makes a drafter's training features: (params, batch) → (features_BTF, final_BTD)."""
+    rows = rules.batch_shardings(mesh, jax.ShapeDtypeStruct((rules.batch_rows_multiple(mesh), 1, 1), jnp.float32))
+    return jax.jit(functools.partial(pairs.teach, spec, capture_layers), out_shardings=(rows, rows))
+
+
+def evaluate_program(objective):
+    """An objective (params, data) → (loss, metrics) without its gradient."""
+    return jax.jit(objective)
+
+
+def new_drafter(drafter: Drafter, policy_params: dict, seed: int = 0):
+    """First parameters of a drafter from those of a policy, the same wherever they are made."""
+    return _init_drafter_program(drafter)(jax.random.key(seed), policy_params)
+
+
+@functools.cache
+def _init_drafter_program(drafter: Drafter):
+    return jax.jit(drafter.init_params)
+
+
+def frozen_program(drafter: FeatureDrafter):
+    """What a drafter's loss reads of a policy: (policy parameters, draft ids or None) → Frozen."""
+    return jax.jit(lambda params, ids: pairs.Frozen(params["embed"]["embedding"], policy_head(drafter.spec, params, ids)))
+
+
+def acceptance_program(drafter: FeatureDrafter, rules: Rules):
+    """Acceptance by rule and level: (prepared drafter, policy parameters, batch) → {name: WeightedMean}."""
+    return jax.jit(functools.partial(acceptance, drafter, rules))
+
+
+def prepare_program(drafter: Drafter):
+    """What a drafter works with, from its parameters and the policy's."""
+    return jax.jit(drafter.prepare)

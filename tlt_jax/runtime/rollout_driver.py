@@ -6,17 +6,20 @@ out requests and says how many rows this slice may hold.
 
 import collections
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import numpy as np
 
 from tlt_jax.decoding.rollout import PREFILL_ROWS, Admission
 from tlt_jax.records import SamplingParams
-from tlt_jax.runtime.programs import SlicePrograms
+from tlt_jax.runtime.measured_choice import Choice, MeasuredChoice
+from tlt_jax.runtime.programs import SlicePrograms, new_drafter
 from tlt_jax.scheduling import batching
+from tlt_jax.scheduling.strategy_selector import SelectorSettings
 from tlt_jax.sharding import movement
 from tlt_jax.sharding.rules import replicated
-from tlt_jax.strategies import FINISH_REASONS, FINISH_RUNNING, Completion, Request
+from tlt_jax.strategies import FINISH_REASONS, FINISH_RUNNING, OFF, Completion, Request
 
 IN_FLIGHT = 2  # dispatches queued: the next one starts before the last one's flags are read
 ROW_BUCKETS = (4, 16, 64, 256, 1024)
@@ -33,6 +36,7 @@ class RolloutSettings:
     rounds_per_dispatch: int
     prefill_tokens: int
     memory_fraction: float = 1.0  # share of the slice's free memory that the cache may take
+    selector: SelectorSettings = SelectorSettings("fixed", ())  # how rounds are drafted; strategies need programs with a drafter
     compile_ahead: bool = False  # compile with the first rows what a phase may shrink to later: for runs of many phases
 
 
@@ -68,8 +72,9 @@ class InFlight:
     logprobs: object
     sampling_logprobs: object
     finish: object
-    count: object | None  # None: one token a row (an admission)
     rows: list
+    counts: tuple | None = None  # (tokens, forwards) of each row; None: one of both (an admission)
+    choice: Choice | None = None  # None: an admission
 
 
 def row_buckets(slots: int, dtype: str) -> tuple[int, ...]:
@@ -113,22 +118,36 @@ def slots_that_fit(programs: SlicePrograms, settings: RolloutSettings, length: i
     return min(settings.slots, budget // row)
 
 
+def moved(programs: SlicePrograms, state, kept: list[int], rows: int):
+    """A state of `rows` slots whose first ones are the `kept` ones of the old state."""
+    index, keep = np.zeros((rows,), np.int32), np.zeros((rows,), bool)
+    index[: len(kept)], keep[: len(kept)] = kept, True
+    whole = replicated(programs.mesh)
+    return programs.gather(state, *movement.to_device((index, keep), (whole, whole)))
+
+
 class RolloutDriver:
     """Host side of one slice during a rollout phase."""
 
-    def __init__(self, programs: SlicePrograms, settings: RolloutSettings):
-        self.programs, self.settings = programs, settings
+    def __init__(self, programs: SlicePrograms, settings: RolloutSettings, drafter_params=None):
+        """`drafter_params` None: made from the policy at the first start."""
+        self.programs, self.settings, self.drafter_params = programs, settings, drafter_params
         self.state = None
         self.rows: list[Row | None] = []
         self.in_flight: collections.deque[InFlight] = collections.deque()
+        self._rounds = functools.partial(programs.advance, rounds=settings.rounds_per_dispatch)
+        self.choice = MeasuredChoice(settings.selector)
         self._compiled: set[tuple[int, int]] = set()  # (rows, length) whose smaller sizes are compiled
 
     def start(self, params, version: int, sampling: SamplingParams, stop_ids: tuple[int, ...], lengths: Lengths) -> None:
         """Begin a phase with published parameters. `lengths` bounds every request to come and decides the compiled shapes: keep it the same over a run."""
         whole = replicated(self.programs.mesh)
-        self.params, self.version, self.lengths = self.programs.serve(params), version, lengths
-        # A cache longer than the model's limit would be refused under dynamic RoPE, and is never needed.
-        self.length = min(batching.length_bucket(lengths.total, CACHE_BUCKETS), max(lengths.total, self.programs.spec.max_position_embeddings))
+        if self.programs.drafter is not None and self.drafter_params is None:
+            self.drafter_params = new_drafter(self.programs.drafter, params)
+        self.params, self.version, self.lengths = self.programs.serve(params, self.drafter_params), version, lengths
+        # A cache longer than the model's limit would be refused under dynamic RoPE, and is never needed. A draft tree stands behind the text.
+        longest = lengths.total + max((strategy.budget for strategy in self.settings.selector.strategies), default=0)
+        self.length = min(batching.length_bucket(longest, CACHE_BUCKETS), max(longest, self.programs.spec.max_position_embeddings))
         stops = np.full((max(8, len(stop_ids)),), -1, np.int32)
         stops[: len(stop_ids)] = stop_ids
         self.sampling = movement.to_device(sampling, SamplingParams(whole, whole, whole, whole, whole))
@@ -167,8 +186,10 @@ class RolloutDriver:
 
     def _absorb(self, flight: InFlight) -> list[Completion]:
         tokens, logprobs, sampling_logprobs, finish = movement.to_host((flight.tokens, flight.logprobs, flight.sampling_logprobs, flight.finish))
-        counts = np.ones(len(finish), np.int32) if flight.count is None else movement.to_host(flight.count)
+        one = np.ones(len(finish), np.int32)
+        counts, forwards = (one, one) if flight.counts is None else movement.to_host(flight.counts)
         finished = []
+        emitted = rows = 0
         for index, row in enumerate(flight.rows):
             if row is None or row.done:
                 continue
@@ -176,11 +197,14 @@ class RolloutDriver:
             row.tokens += np.atleast_1d(tokens[index])[:count].tolist()
             row.logprobs += np.atleast_1d(logprobs[index])[:count].tolist()
             row.sampling_logprobs += np.atleast_1d(sampling_logprobs[index])[:count].tolist()
-            row.forwards += count
+            row.forwards += int(forwards[index])
+            emitted, rows = emitted + count, rows + 1
             if finish[index] != FINISH_RUNNING:
                 row.done = True
                 self.rows = [None if held is row else held for held in self.rows]
                 finished.append(completion(row, int(finish[index]), self.version))
+        if flight.choice is not None:
+            self.choice.reward(flight.choice, emitted, rows)
         return finished
 
     def _admit(self, requests: list[Request]) -> None:
@@ -210,7 +234,7 @@ class RolloutDriver:
         whole = replicated(self.programs.mesh)
         admission = movement.to_device(admission, Admission(*(whole for _ in admission)))
         self.state, sampled, finish = self.programs.admit(self.params, self.state, admission, self.sampling, self.stop_ids)
-        self.in_flight.append(InFlight(sampled.token_B, sampled.logprob_B, sampled.sampling_logprob_B, finish, None, entries))
+        self.in_flight.append(InFlight(sampled.token_B, sampled.logprob_B, sampled.sampling_logprob_B, finish, entries))
 
     def _fit(self, needed: int) -> None:
         """Bring the number of slots to the bucket that holds `needed` rows; active rows move to the front."""
@@ -222,28 +246,25 @@ class RolloutDriver:
         if bucket == len(self.rows):
             return
         kept = [slot for slot, row in enumerate(self.rows) if row is not None]
-        self.state = self._moved(self.state, kept, bucket)
+        self.state = moved(self.programs, self.state, kept, bucket)
         self.rows = [self.rows[slot] for slot in kept] + [None] * (bucket - len(kept))
-
-    def _moved(self, state, kept: list[int], bucket: int):
-        """A state of `bucket` rows whose first ones are the `kept` rows of the old one."""
-        index, keep = np.zeros((bucket,), np.int32), np.zeros((bucket,), bool)
-        index[: len(kept)], keep[: len(kept)] = kept, True
-        whole = replicated(self.programs.mesh)
-        return self.programs.gather(state, *movement.to_device((index, keep), (whole, whole)))
 
     def _compile_ahead(self, bucket: int) -> None:
         """Which sizes a phase shrinks through depends on the answers: all run once now, on empty rows, which ends at once; no later step compiles."""
-        larger = [self.state]
-        for size in reversed([size for size in row_buckets(self.slots, self.programs.dtype.name) if size < bucket]):
-            empty = [self._moved(state, [], size) for state in larger]
-            larger.append(self._rounds(empty[0])[0])
+        larger, selector = [], self.settings.selector
+        for size in reversed([size for size in row_buckets(self.slots, self.programs.dtype.name) if size <= bucket]):
+            empty = [moved(self.programs, state, [], size) for state in larger] or [moved(self.programs, self.state, [], size)]
+            state = empty[0]
+            for strategy in (OFF, *(selector.strategies if size <= selector.max_rows else ())):
+                state, _ = self._rounds(self.params, state, self.sampling, self.stop_ids, strategy=strategy)
+            larger.append(state)
         self._compiled.add((bucket, self.length))
 
     def _advance(self) -> None:
-        self.state, emitted = self._rounds(self.state)
+        longest = max(len(row.request.prompt_ids) + len(row.tokens) for row in self.rows if row is not None)
+        choice = self.choice.next(len(self.rows), longest)
+        self.state, emitted = self._rounds(self.params, self.state, self.sampling, self.stop_ids, strategy=choice.strategy)
         self.in_flight.append(
-            InFlight(emitted.tokens_BR, emitted.logprobs_BR, emitted.sampling_logprobs_BR, emitted.finish_B, emitted.count_B, list(self.rows)))
-
-    def _rounds(self, state):
-        return self.programs.advance(self.params, state, self.sampling, self.stop_ids, rounds=self.settings.rounds_per_dispatch)
+            InFlight(
+                emitted.tokens_BR, emitted.logprobs_BR, emitted.sampling_logprobs_BR, emitted.finish_B, list(self.rows),
+                (emitted.count_B, emitted.forwards_B), choice))

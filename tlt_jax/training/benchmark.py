@@ -1,6 +1,7 @@
-"""Times plain rollouts on this machine: rows × tokens, compilation and prefill apart.
+"""Times rollouts on this machine, plain and speculative side by side: rows × strategies, compilation and prefill apart.
 
-It never tunes to its inputs: every row decodes exactly `new_tokens` tokens (stop ids are ignored), the same prompts for every repeat.
+It never tunes to its inputs: every row decodes exactly `new_tokens` tokens (stop ids are ignored), the same prompts for every repeat. The strategies of one
+number of rows take turns, forward and backward (ABBA), so that a slow spell of the machine falls on all of them.
 """
 
 import dataclasses
@@ -10,14 +11,20 @@ import time
 from collections.abc import Sequence
 
 import jax
+import numpy as np
 from etils import epath
 
 from tlt_jax.runtime.programs import compile_counter
+from tlt_jax.runtime.rollout_driver import RolloutDriver
+from tlt_jax.strategies import OFF, Strategy, parse_strategies
+from tlt_jax.tasks.prompts import Prompt
 from tlt_jax.training import build
 from tlt_jax.training.generation import GENERATE_STEP, open_engine
 from tlt_jax.training.rollout_phase import Engine, Phase, Weights
 from tlt_jax.training.settings import Config
 from tlt_jax.training.settings_rules import copy_with
+
+RESAMPLES, INTERVAL = 2000, (2.5, 97.5)  # bootstrap of the ratio to plain decoding, in percent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +36,30 @@ class Plan:
     repeats: int
 
 
+@dataclasses.dataclass
+class Arm:
+    """One strategy's engine and its seconds."""
+
+    strategy: Strategy
+    engine: Engine
+    warm_up: float = 0.0
+    compiles: int = 0
+    accept_length: float = 1.0
+    prefills: list[float] = dataclasses.field(default_factory=list)
+    totals: list[float] = dataclasses.field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """As in speculative.strategies; plain for no drafting."""
+        return "_".join(map(str, self.strategy)) if self.strategy.depth else "plain"
+
+    def seconds(self) -> list[float]:
+        """Decoding alone, of each repeat."""
+        return [total - statistics.median(self.prefills) for total in self.totals]
+
+
 def rollout(config: Config, plan: Plan) -> list[dict]:
-    """One record for each number of rows: decode tokens/s (median, min, max over repeats), prefill and compile seconds."""
+    """One record for each number of rows and strategy: decode tokens/s (median, min, max over repeats), accept length, ratio to plain, compile seconds."""
     model = build.open_checkpoint(config)
     task, _ = build.make_tasks(config, model.tokenizer)
     prompts = list(task.prompts())
@@ -38,37 +67,81 @@ def rollout(config: Config, plan: Plan) -> list[dict]:
         raise ValueError(f"{max(plan.rows)} rows need as many prompts, and {task.name} has {len(prompts)}: lower --rows")
     model = dataclasses.replace(model, stop_ids=())
     engine, weights = open_engine(copy_with(config, {"rollout.slots": max(plan.rows)}), model, prompts[: max(plan.rows)])
+    strategies = [OFF] if config.speculative.method == "off" else [OFF, *parse_strategies(config.speculative.strategies)]
     records = []
     for count in plan.rows:
-        chosen, compiles, started = prompts[:count], compile_counter().count, time.monotonic()
-        _seconds(engine, weights, chosen, plan.new_tokens)
-        _seconds(engine, weights, chosen, 1)
-        warm, compiles = time.monotonic() - started, compile_counter().count - compiles
-        prefills = [_seconds(engine, weights, chosen, 1) for _ in range(plan.repeats)]
-        totals = [_seconds(engine, weights, chosen, plan.new_tokens) for _ in range(plan.repeats)]
-        prefill = statistics.median(prefills)
-        rates = [count * (plan.new_tokens - 1) / (total - prefill) for total in totals]
-        records.append({
-            "rows": count, "new_tokens": plan.new_tokens, "repeats": plan.repeats, "tokens_per_second": statistics.median(rates), "lowest": min(rates),
-            "highest": max(rates), "prefill_seconds": prefill, "warm_up_seconds": warm, "compiles": compiles, "dtype": build.resolve_dtype(config, "rollout"),
-            "jax": jax.__version__, "device": jax.devices()[0].device_kind, "slices": len(engine.drivers)})
-        print(table(records[-1:], header=len(records) == 1), flush=True)
+        arms = [Arm(strategy, _with_strategy(engine, strategy)) for strategy in strategies]
+        _measure(arms, weights, prompts[:count], plan)
+        for arm in arms:
+            records.append(_record(arm, arms[0], count, plan) | {
+                "dtype": build.resolve_dtype(config, "rollout"), "temperature": config.rollout.temperature, "drafter": config.speculative.method,
+                "jax": jax.__version__, "device": jax.devices()[0].device_kind, "slices": len(engine.drivers)})
+            print(table(records[-1:], header=len(records) == 1), flush=True)
     return records
 
 
-def _seconds(engine: Engine, weights: Weights, prompts: Sequence, new_tokens: int) -> float:
-    engine = dataclasses.replace(engine, config=copy_with(engine.config, {"rollout.max_new_tokens": new_tokens}))
-    started = time.monotonic()
-    engine.run(weights, prompts, Phase("bench", 1, engine.config.rollout.temperature, GENERATE_STEP), lambda completion: None)
-    return time.monotonic() - started
+def _with_strategy(engine: Engine, strategy: Strategy) -> Engine:
+    """The same programs and weights under another strategy, whatever the number of rows."""
+
+    def driver(one: RolloutDriver) -> RolloutDriver:
+        selector = dataclasses.replace(one.settings.selector, kind="fixed", strategies=(strategy,) if strategy.depth else (), max_rows=one.settings.slots)
+        settings = dataclasses.replace(one.settings, selector=selector)
+        return RolloutDriver(one.programs, settings, one.drafter_params)
+
+    return dataclasses.replace(engine, drivers=[driver(one) for one in engine.drivers])
+
+
+def _measure(arms: Sequence[Arm], weights: Weights, prompts: Sequence[Prompt], plan: Plan) -> None:
+    for arm in arms:
+        compiles, started = compile_counter().count, time.monotonic()
+        _run(arm, weights, prompts, plan.new_tokens)
+        _run(arm, weights, prompts, 1)
+        arm.warm_up, arm.compiles = time.monotonic() - started, compile_counter().count - compiles
+    for repeat in range(plan.repeats):
+        for arm in arms if repeat % 2 == 0 else reversed(arms):
+            arm.prefills.append(_run(arm, weights, prompts, 1))
+            arm.totals.append(_run(arm, weights, prompts, plan.new_tokens))
+
+
+def _run(arm: Arm, weights: Weights, prompts: Sequence[Prompt], new_tokens: int) -> float:
+    """Seconds of one rollout; notes tokens for each forward of the policy."""
+    engine = dataclasses.replace(arm.engine, config=copy_with(arm.engine.config, {"rollout.max_new_tokens": new_tokens}))
+    done, started = [], time.monotonic()
+    engine.run(weights, prompts, Phase("bench", 1, engine.config.rollout.temperature, GENERATE_STEP), done.append)
+    seconds = time.monotonic() - started
+    arm.accept_length = sum(len(one.token_ids) for one in done) / sum(one.forwards for one in done)
+    for used, kept in zip(engine.drivers, arm.engine.drivers, strict=True):
+        kept.drafter_params = used.drafter_params
+    return seconds
+
+
+def _record(arm: Arm, plain: Arm, count: int, plan: Plan) -> dict:
+    rates = [count * (plan.new_tokens - 1) / seconds for seconds in arm.seconds()]
+    lowest, ratio, highest = _ratio(plain.seconds(), arm.seconds())
+    return {
+        "rows": count, "strategy": arm.name, "new_tokens": plan.new_tokens, "repeats": plan.repeats, "tokens_per_second": statistics.median(rates),
+        "lowest": min(rates), "highest": max(rates), "ratio_to_plain": ratio, "ratio_interval": [lowest, highest], "accept_length": arm.accept_length,
+        "prefill_seconds": statistics.median(arm.prefills), "warm_up_seconds": arm.warm_up, "compiles": arm.compiles}
+
+
+def _ratio(plain: Sequence[float], arm: Sequence[float]) -> tuple[float, float, float]:
+    """(low, median, high) of plain seconds / arm seconds, repeat by repeat, from a bootstrap of the median with a fixed seed."""
+    ratios = np.array(plain) / np.array(arm)
+    draws = np.median(np.random.default_rng(0).choice(ratios, (RESAMPLES, len(ratios))), axis=1)
+    low, high = np.percentile(draws, INTERVAL)
+    return float(low), float(np.median(ratios)), float(high)
 
 
 def table(records: Sequence[dict], *, header: bool) -> str:
     """Records as people read them."""
-    lines = [f"{'rows':>5} {'tokens/s':>9} {'lowest':>8} {'highest':>8} {'prefill s':>9} {'warm-up s':>9} {'compiles':>8}"] if header else []
+    titles = (f"{'rows':>5} {'strategy':>9} {'tokens/s':>9} {'lowest':>8} {'highest':>8} {'x plain':>8} {'95 % interval':>14} {'accepted':>8} "
+              f"{'prefill s':>9} {'warm-up s':>9} {'compiles':>8}")
+    lines = [titles] if header else []
     for one in records:
+        low, high = one["ratio_interval"]
         lines.append(
-            f"{one['rows']:>5} {one['tokens_per_second']:>9.1f} {one['lowest']:>8.1f} {one['highest']:>8.1f} {one['prefill_seconds']:>9.2f} "
+            f"{one['rows']:>5} {one['strategy']:>9} {one['tokens_per_second']:>9.1f} {one['lowest']:>8.1f} {one['highest']:>8.1f} "
+            f"{one['ratio_to_plain']:>8.2f} {f'{low:.2f} to {high:.2f}':>14} {one['accept_length']:>8.2f} {one['prefill_seconds']:>9.2f} "
             f"{one['warm_up_seconds']:>9.1f} {one['compiles']:>8}")
     return "\n".join(lines)
 

@@ -21,7 +21,9 @@ from tlt_jax.optimizers import OptimizerSettings
 from tlt_jax.rewards.items import PoolSettings, Scorer
 from tlt_jax.runtime.programs import SlicePrograms, init_program
 from tlt_jax.runtime.rollout_driver import RolloutDriver, RolloutSettings
+from tlt_jax.scheduling.strategy_selector import SelectorSettings
 from tlt_jax.sharding.meshes import Meshes, build_meshes
+from tlt_jax.strategies import parse_strategies
 from tlt_jax.tasks.arithmetic import ArithmeticSettings, ArithmeticTask
 from tlt_jax.tasks.character_tokenizer import character_tokenizer
 from tlt_jax.tasks.file_task import FileTask
@@ -29,6 +31,7 @@ from tlt_jax.tasks.gsm8k import gsm8k_task
 from tlt_jax.tasks.prompts import PromptSettings, Task
 from tlt_jax.tasks.reasoning_gym_tasks import ReasoningGymTask
 from tlt_jax.tasks.tokenizer import Tokenizer, load_tokenizer
+from tlt_jax.training.drafting import load_params, make_drafter
 from tlt_jax.training.scoring import TaskScorer
 from tlt_jax.training.settings import Config
 from tlt_jax.training.settings_rules import resolve_mesh, resolve_slices
@@ -72,10 +75,11 @@ def open_model(config: Config, workdir: str) -> Model:
 
 
 def open_checkpoint(config: Config) -> Model:
-    """Spec, tokenizer (None without its files) and stop ids; checks every tensor's name, shape and file length without reading one."""
+    """Spec, tokenizer (None without its files) and stop ids; checks every tensor's name, shape and file length, and a drafter's, without reading one."""
     spec, source = check_tensors(config.model.path), read_source(config.model.path)
     if spec.head != "policy":
         raise ValueError(f"{source.path} is a {spec.head} model (sequence classification); a causal language model is needed")
+    make_drafter(config, spec)
     if source.tokenizer_dir is None:
         return Model(spec, source, None, source.stop_ids)
     tokenizer = load_tokenizer(source.tokenizer_dir, chat_template=config.model.chat_template or None, embedding_rows=spec.vocab_size)
@@ -178,12 +182,25 @@ def pool_settings(config: Config) -> PoolSettings:
 
 def make_drivers(config: Config, spec: PolicySpec, meshes: Meshes, *, compile_ahead: bool = False) -> list[RolloutDriver]:
     """One driver for each slice of this process; `compile_ahead` for runs of many rollout phases."""
-    rollout = config.rollout
+    rollout, dtype = config.rollout, resolve_dtype(config, "rollout")
+    drafter = make_drafter(config, spec)
+    params = None if drafter is None else load_params(config, spec, dtype)
     settings = RolloutSettings(
         slots=rollout.slots, rounds_per_dispatch=rollout.rounds_per_dispatch, memory_fraction=rollout.memory_fraction,
-        prefill_tokens=prefill_tokens(config), compile_ahead=compile_ahead)
-    dtype = resolve_dtype(config, "rollout")
-    return [RolloutDriver(SlicePrograms(spec, mesh, dtype, block=cache_block()), settings) for mesh in meshes.slices]
+        prefill_tokens=prefill_tokens(config), compile_ahead=compile_ahead, selector=selector_settings(config))
+
+    ring = config.drafter.catchup_window
+    programs = [SlicePrograms(spec, mesh, dtype, block=cache_block(), drafter=drafter, ring=ring) for mesh in meshes.slices]
+    return [RolloutDriver(one, settings, params) for one in programs]
+
+
+def selector_settings(config: Config) -> SelectorSettings:
+    """How slices choose between plain decoding and the strategies; no strategies when there is no drafter."""
+    speculative = config.speculative
+    strategies = () if speculative.method == "off" else parse_strategies(speculative.strategies)
+    return SelectorSettings(
+        speculative.selector, strategies, max_rows=speculative.max_rows, patience=speculative.patience, explore_fraction=speculative.explore_fraction,
+        seed=config.seed)
 
 
 def prefill_tokens(config: Config) -> int:

@@ -12,7 +12,8 @@ since the compiler decides what it keeps:
                     and weights of attention in rows of T tokens; with precision.remat: b · D a layer, and one whole layer
                     head = 3 · 256 · V / tensor · 4 for the log-probs of 256 positions
     rollout weights the slice's copy in precision.rollout
-    KV cache        `slots` rows of the longest sequence's bucket: 2 · L · K · C numbers a position; the short-lived cache of a prefill is not counted
+    KV cache        `slots` rows of the longest sequence's bucket: 2 · L · K · C numbers a position, and the drafter's
+                    own cache and ring of features; the short-lived cache of a prefill is not counted
 
 Training needs parameters, gradients, other networks, compute copy and activations at once; a rollout needs parameters, other networks, weights and cache.
 """
@@ -24,6 +25,8 @@ import jax
 import jax.numpy as jnp
 
 from tlt_jax.decoding import rollout
+from tlt_jax.decoding.rollout import Slots
+from tlt_jax.decoding.rounds import Decoding
 from tlt_jax.logprobs import DEFAULT_CHUNK
 from tlt_jax.models import decoder
 from tlt_jax.models.attention import QUERY_BLOCK
@@ -33,6 +36,7 @@ from tlt_jax.runtime.rollout_driver import row_bucket
 from tlt_jax.sharding import movement, rules
 from tlt_jax.sharding.meshes import Meshes
 from tlt_jax.training import build
+from tlt_jax.training.drafting import make_drafter
 from tlt_jax.training.settings import Config
 
 
@@ -104,7 +108,8 @@ def _device_bytes(tree, shardings) -> int:
 
 def _cache_bytes(config: Config, spec: PolicySpec, meshes: Meshes, rows: int, length: int) -> int:
     dtype = jnp.dtype(build.resolve_dtype(config, "rollout"))
-    state = jax.eval_shape(lambda: rollout.init_state(spec, rows, length, dtype, block=build.cache_block()))
+    decoding, slots = Decoding(spec, make_drafter(config, spec)), Slots(rows, length, config.drafter.catchup_window, build.cache_block())
+    state = jax.eval_shape(lambda: rollout.init_state(decoding, slots, dtype))
     return _device_bytes(state, rules.state_shardings(meshes.slices[0], state))
 
 

@@ -41,6 +41,7 @@ def of_rollout(scorer: StepScorer, timing: Stopwatch) -> dict[str, float]:
     metrics = {
         "completions/length_mean": lengths.mean(), "completions/length_min": lengths.min(), "completions/length_max": lengths.max(),
         "completions/truncated_fraction": cut.mean(), "completions/prompt_length_mean": prompt_lengths.mean(),
+        "spec/accept_length_mean": lengths.sum() / sum(completion.forwards for completion in scorer.completions),
         "reward/unscored": int(np.isnan(rewards).sum()), "perf/tokens": int(lengths.sum() + prompt_lengths.sum()),
         "perf/tokens_per_second": lengths.sum() / max(timing.seconds["rollout"], 1e-9), "timing/step_seconds": timing.total(),
     } | {f"timing/{name}_seconds": seconds for name, seconds in timing.seconds.items()}

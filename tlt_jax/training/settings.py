@@ -74,7 +74,9 @@ def _declarations() -> dict:
         "algorithm": _algorithm(),
         "batch": _batch(),
         "rollout": _rollout(),
-        "speculative": {"method": ("off", "drafter of speculative rollouts; only off is built", ("off",))},
+        "speculative": _speculative(),
+        "drafter": _drafter(),
+        "distill": _distill(),
         "mesh": _mesh(),
         "optimizer": _optimizer(),
         "precision": _precision(),
@@ -201,6 +203,46 @@ def _rollout() -> dict:
         "rounds_per_dispatch": (16, "decoding rounds in one device call", FROM_1),
         "prefill_tokens": (0, "prompt tokens in one forward; 0 = 192 on a CPU, 1024 elsewhere", FROM_0),
         "memory_fraction": (0.6, "share of the free device memory that the KV cache may take", (0.01, 1.0)),
+    }
+
+
+def _speculative() -> dict:
+    return {
+        "method": ("off", "what drafts: off, eagle, eagle3, prompt_lookup or truncated", ("off", "eagle", "eagle3", "prompt_lookup", "truncated")),
+        "strategies": ("4_1_4,4_2_8", "draft trees as depth_branching_budget, comma-separated; branching 1 is a chain, the budget counts no root"),
+        "selector": (
+            "beg",
+            "which one is used: beg (a bandit on tokens per second, plain decoding included), ucb1 or fixed (the first)",
+            ("beg", "ucb1", "fixed"),
+        ),
+        "max_rows": (32, "speculation is considered when a slice decodes at most this many rows", FROM_1),
+        "patience": (1, "dispatches in a row with so few rows before it starts", FROM_1),
+        "explore_fraction": (0.02, "beg: share of the rollout's time that may be lost on strategies other than the best", (1e-6, 1.0)),
+    }
+
+
+def _drafter() -> dict:
+    return {
+        "path": ("", "EAGLE or EAGLE-3 directory; '' = made from the policy's last layer"),
+        "draft_vocab_size": (0, "tokens a new eagle or eagle3 drafter can propose, the lowest ids; 0 = all", FROM_0),
+        "truncated_layers": (0, "method truncated: first layers of the policy that draft; 0 = a quarter of them", FROM_0),
+        "lookup_length": (4, "method prompt_lookup: longest suffix that is looked up", FROM_1),
+        "catchup_window": (512, "positions of features kept of each row, from which a drafter that is switched on late starts", FROM_1),
+    }
+
+
+def _distill() -> dict:
+    return {
+        "prompts": (512, "prompts of the task that the policy answers for the drafter to learn from; 0 = all", FROM_0),
+        "num_generations": (1, "answers to each of them", FROM_1),
+        "epochs": (4, "passes over the answers", FROM_1),
+        "minutes": (0.0, "stop the training (not the answering before it) after this long; 0 = after the epochs", FROM_0),
+        "lr": (1e-3, "peak learning rate (AdamW); 5 % warm-up, cosine decay", FROM_0),
+        "tokens_per_update": (2048, "most tokens (prompt + answer, packed) of one update", FROM_1),
+        "unroll": (3, "draft levels that are trained (training-time test)", FROM_1),
+        "decay": (0.8, "weight of each further level", SHARE),
+        "feature_weight": (0.0, "eagle: weight of SmoothL1 to the next feature beside the cross-entropy of weight 1", FROM_0),
+        "held_out": (0.05, "share of the answers that is only measured on", (0.001, 0.5)),
     }
 
 

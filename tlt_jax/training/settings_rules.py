@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from ml_collections import ConfigDict
 
+from tlt_jax.strategies import parse_strategies
 from tlt_jax.training.settings import SettingsError, declared_keys, read_key
 
 # What people bring from other trainers and is not built here: part of a name -> the feature.
@@ -25,8 +26,8 @@ _NOT_BUILT = {
     "vision": "vision inputs",
     "async": "asynchronous RL updates",
     "staleness": "asynchronous RL updates",
-    "drafter": "drafters and speculative rollouts",
-    "speculative": "drafters and speculative rollouts",
+    "freeze": "drafters that learn",
+    "distill": "drafters that learn",
     "scheduler": "lent idle slices",
     "curriculum": "curricula",
     "reward_model": "reward-model stages",
@@ -37,7 +38,7 @@ _STAGES = ("sft", "rl")
 _NOT_BUILT_WORDS = {
     "algorithm.name": ("dr_grpo", "rloo", "reinforce_plus_plus", "gspo", "dapo"),
     "reward.kind": ("model", "composite"),
-    "speculative.method": ("eagle", "eagle3", "prompt_lookup", "truncated", "separable_conv", "cascade"),
+    "speculative.method": ("separable_conv", "cascade"),
     "stages.order": ("pretrain", "reward_model"),
 }
 
@@ -46,9 +47,9 @@ def validate(config: ConfigDict, *, command: str = "train") -> None:
     """Raises SettingsError that lists every problem of the config at once; rules about data and updates only for the commands that have them."""
     problems = _name_problems(config) or _type_problems(config)
     if not problems:
-        problems = _value_problems(config) + _mesh_problems(config)
+        problems = _value_problems(config) + _mesh_problems(config) + _speculative_problems(config)
         if command not in ("generate", "export"):
-            problems += _data_problems(config, eval_path_is_enough=command == "evaluate")
+            problems += _data_problems(config, eval_path_is_enough=command == "evaluate", scored=command in ("train", "evaluate"))
         if command == "train":
             problems += _rollout_problems(config) + _algorithm_problems(config) + _batch_problems(config)
     if problems:
@@ -180,7 +181,7 @@ def _choice_problem(name: str, value: str, choices: tuple) -> str:
     return f"{name}={value} must be one of {', '.join(choices)}"
 
 
-def _data_problems(config, *, eval_path_is_enough: bool) -> list[str]:
+def _data_problems(config, *, eval_path_is_enough: bool, scored: bool) -> list[str]:
     data, reward, scratch = config.data, config.reward, config.model.scratch
     from_file = data.task in ("gsm8k", "prompts")
     has_rows = bool(data.path or (eval_path_is_enough and data.eval_path))
@@ -189,7 +190,7 @@ def _data_problems(config, *, eval_path_is_enough: bool) -> list[str]:
         (not from_file and bool(data.path or data.eval_path), f"data.path and data.eval_path are not read by data.task={data.task}: set data.task=prompts"),
         (data.task == "reasoning_gym" and not data.reasoning_gym.name, "data.task=reasoning_gym needs data.reasoning_gym.name"),
         (not _is_json_object(data.reasoning_gym.kwargs), f"data.reasoning_gym.kwargs={data.reasoning_gym.kwargs} must be a JSON object"),
-        (data.task == "prompts" and reward.kind == "task", "data.task=prompts has no verdict of its own: set reward.kind to math, exact or user"),
+        (scored and data.task == "prompts" and reward.kind == "task", "data.task=prompts has no verdict of its own: set reward.kind to math, exact or user"),
         (reward.kind == "user" and not reward.path, "reward.kind=user needs reward.path, the Python file of the function"),
         (reward.kind != "user" and bool(reward.path), f"reward.path is not read by reward.kind={reward.kind}: set reward.kind=user"),
         (reward.timeout_seconds <= 0, f"reward.timeout_seconds={reward.timeout_seconds} must be above 0"),
@@ -220,6 +221,22 @@ def _axis_problems(shape: Mapping[str, int]) -> list[str]:
 
 def _mesh_problems(config) -> list[str]:
     return _axis_problems(config.mesh.train.to_dict())
+
+
+def _speculative_problems(config) -> list[str]:
+    method, drafter = config.speculative.method, config.drafter
+    try:
+        problems = [] if parse_strategies(config.speculative.strategies) else ["speculative.strategies names no tree; speculative.method=off decodes plainly"]
+    except ValueError as error:
+        problems = [f"speculative.strategies: {error}"]
+    return problems + _found(
+        (bool(drafter.path) and method not in ("eagle", "eagle3"), f"drafter.path is not read by speculative.method={method}: set it to eagle or eagle3"),
+        (drafter.truncated_layers > 0 and method != "truncated", f"drafter.truncated_layers is not read by speculative.method={method}: set it to truncated"),
+        (
+            drafter.draft_vocab_size > 0 and (method not in ("eagle", "eagle3") or bool(drafter.path)),
+            "drafter.draft_vocab_size is read for a new eagle or eagle3 drafter only; a drafter.path brings its own",
+        ),
+    )
 
 
 def _rollout_problems(config) -> list[str]:

@@ -1,0 +1,83 @@
+"""The distill command on a tiny model: what it writes is used by generate, answers are kept, and mistakes are found before any work."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from tlt_jax import distill, generate
+from tlt_jax.checkpoints.drafter_files import load_drafter
+from tlt_jax.checkpoints.huggingface_export import save_policy
+from tlt_jax.models.decoder import abstract_params
+from tlt_jax.models.specs import PolicySpec, RopeSpec
+from tlt_jax.tasks.character_tokenizer import character_tokenizer
+
+ALPHABET = "abcdefghijklmnop"
+OPTIONS = ("--config.rollout.max_new_tokens=12", "--config.distill.prompts=24", "--config.distill.epochs=6", "--config.distill.tokens_per_update=128",
+           "--config.distill.lr=0.01", "--config.distill.held_out=0.2", "--config.rollout.slots=8")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A random policy of 8 layers whose next token depends on the text."""
+    directory = tmp_path_factory.mktemp("model")
+    tokenizer = character_tokenizer(ALPHABET, str(tmp_path_factory.mktemp("tokenizer")))
+    spec = PolicySpec(
+        family="llama", vocab_size=tokenizer.size, hidden_size=16, intermediate_size=24, num_layers=8, num_heads=4, num_kv_heads=2, head_dim=4,
+        rope=RopeSpec("default", 100.0), rms_norm_eps=1e-5, max_position_embeddings=64, tied=True, qkv_bias=False, output_bias=False, mlp_bias=False,
+        qk_norm=False, windows=(None,) * 8)
+    random = np.random.default_rng(0)
+    save_policy(directory, spec, jax.tree.map(lambda leaf: (random.normal(size=leaf.shape) * 0.4).astype(np.float32), abstract_params(spec)))
+    character_tokenizer(ALPHABET, str(directory))
+    return directory, spec
+
+
+@pytest.fixture
+def one_device(monkeypatch):
+    first = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda *_: first)
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    random, path = np.random.default_rng(1), tmp_path / "prompts.jsonl"
+    rows = [{"prompt": "".join(random.choice(list(ALPHABET), random.integers(2, 8))), "answer": "a"} for _ in range(30)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def run(model, prompts, workdir, *options):
+    return distill.main([f"--model={model}", f"--workdir={workdir}", "--config.data.task=prompts", f"--config.data.path={prompts}", *OPTIONS, *options])
+
+
+@pytest.mark.parametrize("options", [("eagle", ()), ("eagle3", ("--config.drafter.draft_vocab_size=12",))], ids=["eagle", "eagle3"])
+def test_a_distilled_drafter_accepts_more_and_generate_uses_it_without_changing_a_token(model, prompts, tmp_path, one_device, options):
+    (directory, spec), (method, more) = model, options
+    assert run(directory, prompts, tmp_path / "drafting", f"--config.speculative.method={method}", *more) == 0
+    lines = [json.loads(line) for line in (tmp_path / "drafting" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["final"] and lines[-1]["drafter/acceptance_0"] > lines[0]["drafter/acceptance_0"] and lines[-1]["drafter/loss"] < lines[0]["drafter/loss"]
+    drafter = tmp_path / "drafting" / "drafter"
+    assert load_drafter(drafter, spec).files.kind == method
+    answers = []
+    for extra in ((), (f"--drafter={drafter}",)):
+        output = tmp_path / f"out{len(extra)}.jsonl"
+        assert generate.main([f"--model={directory}", f"--prompts={prompts}", f"--output={output}", "--config.rollout.max_new_tokens=12", *extra]) == 0
+        answers.append([json.loads(line)["token_ids"] for line in output.read_text().splitlines()])
+    assert answers[0] == answers[1]
+
+
+def test_answers_that_are_there_are_used_again(model, prompts, tmp_path, one_device, capsys):
+    assert run(model[0], prompts, tmp_path / "w", "--config.speculative.method=eagle", "--config.distill.epochs=1") == 0
+    before = (tmp_path / "w" / "answers.jsonl").read_text()
+    capsys.readouterr()
+    assert run(model[0], prompts, tmp_path / "w", "--config.speculative.method=eagle", "--config.distill.epochs=1") == 0
+    assert "24 answers from" in capsys.readouterr().out and (tmp_path / "w" / "answers.jsonl").read_text() == before
+
+
+def test_a_drafter_without_weights_and_a_missing_model_are_refused(model, prompts, tmp_path, capsys):
+    assert run(model[0], prompts, tmp_path / "w", "--config.speculative.method=prompt_lookup") == 2
+    assert "speculative.method=prompt_lookup has no weights to train" in capsys.readouterr().err
+    assert run("", prompts, tmp_path / "w", "--config.speculative.method=eagle") == 2
+    assert "--model=DIR is needed" in capsys.readouterr().err
+    assert not (tmp_path / "w").exists()

@@ -1,0 +1,43 @@
+"""Warms a drafter up on answers of the policy itself.
+
+python -m tlt_jax.distill --model=FILE.gguf --workdir=DIR --config.speculative.method=eagle3 --config.data.task=gsm8k --config.data.path=train.jsonl
+"""
+
+import sys
+
+from absl import logging
+
+from tlt_jax.training.command_line import load_config
+
+DESCRIPTION = """Let the policy answer prompts of the task at rollout.temperature and train an EAGLE or EAGLE-3 drafter on the answers. Answers, metrics and the
+drafter (a directory that generate --drafter, SGLang and vLLM load) go to --workdir; answers that are there already are used again. Read from the config: seed,
+model, data, rollout, speculative.method, drafter, distill, mesh."""
+EXAMPLE = "python -m tlt_jax.distill --model=runs/quickstart --workdir=runs/drafter --config.speculative.method=eagle3"
+
+
+def _flags(parser) -> None:
+    parser.add_argument("--model", metavar="DIR", help="Hugging Face directory, .gguf file, workdir of a run or hub id (default: model.path of the config)")
+
+
+def main(argv: list[str]) -> int:
+    """Parse, check, distill; the exit code (0 done, 2 bad input, 130 interrupted)."""
+    config, args = load_config(argv, extra_flags=_flags, command="distill", description=DESCRIPTION, example=EXAMPLE)
+    from tlt_jax.training import distilling  # after the config is known to be good: importing jax takes seconds
+
+    logging.set_verbosity(logging.WARNING)
+    config.model.path = args.model or config.model.path
+    try:
+        if config.model.path == "scratch":
+            raise ValueError("--model=DIR is needed: a Hugging Face directory, a .gguf file, the workdir of a run or a hub id")
+        distilling.distill(config, args.workdir)
+    except (OSError, ValueError) as error:
+        print(f"python -m tlt_jax.distill: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; answers that are complete are used again", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Training a drafter on the policy's own text: device-pure."""

@@ -1,0 +1,50 @@
+"""What a drafter learns from: packed text with the policy's features, and the shifts that pair a feature with the tokens after it.
+
+Slot t holds the feature of position t and the token t + 1; unroll step s of it predicts token t + 2 + s. A pair never crosses the end of a text.
+"""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from tlt_jax.models import decoder
+from tlt_jax.models.specs import PolicySpec
+
+
+@flax.struct.dataclass
+class DraftBatch:
+    """Packed rows as in `records.PackedBatch`, and what the policy made of them."""
+
+    tokens_BT: jax.Array  # int32
+    positions_BT: jax.Array  # int32
+    segments_BT: jax.Array  # int32, 0 = padding
+    mask_BT: jax.Array  # float32, 1 on tokens whose drafting counts (the responses)
+    features_BTF: jax.Array  # what the drafter reads
+    final_BTD: jax.Array  # the feature behind the policy's head
+
+
+@flax.struct.dataclass
+class Frozen:
+    """Of the policy: its embedding, and the head's columns of the draft tokens. No gradient reaches them."""
+
+    embedding_VD: jax.Array
+    head_DE: jax.Array
+
+
+def teach(spec: PolicySpec, capture_layers: tuple[int, ...], params: dict, batch: DraftBatch) -> tuple[jax.Array, jax.Array]:
+    """(features_BTF, final_BTD) of one forward of the policy over packed rows; the batch's own features are not read."""
+    out = decoder.forward(
+        spec, params, batch.tokens_BT, positions_BT=batch.positions_BT, segments_BT=batch.segments_BT, capture_layers=capture_layers, compute_logits=False)
+    return (out.aux_features_BTF if capture_layers else out.features_BTD), out.features_BTD
+
+
+def shifted(values_BT: jax.Array, by: int) -> jax.Array:
+    """Column t holds what column t + `by` held; zeros enter at the end."""
+    rest = ((0, 0),) * (values_BT.ndim - 2)
+    return jnp.pad(values_BT[:, by:], ((0, 0), (0, by), *rest))
+
+
+def counted(batch: DraftBatch, step: int) -> jax.Array:
+    """float32 [B, T]: slots whose prediction at an unroll step is about a counted token of the same text."""
+    there = shifted(batch.segments_BT, 2 + step)
+    return shifted(batch.mask_BT, 2 + step) * ((there == batch.segments_BT) & (batch.segments_BT > 0))

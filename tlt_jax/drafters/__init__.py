@@ -1,0 +1,1 @@
+"""Drafters: what proposes the tokens that the policy verifies. Device-pure; none of them can change a token."""
