@@ -97,7 +97,7 @@ def test_the_same_input_undamaged_reaches_the_devices(refused):
     ("--config.rollout.temprature=1", ("rollout.temprature", "rollout.temperature")),
     ("--config.rollout.slots=many", ("rollout.slots", "a whole number (int)", "'many'")),
     ("--config.reward.kind=quality", ("reward.kind=quality", "task, math, exact, user")),
-    ("--config.speculative.method=eagle", ("speculative.method=eagle is not built",)),
+    ("--config.speculative.method=cascade", ("speculative.method=cascade is not built",)),
     ("--config.model.path=nowhere", ("nowhere does not exist",)),
     ("--config.data.path=nowhere.jsonl", ("nowhere.jsonl",)),
     ("--config.data.columns.prompt=question", ("columns.prompt=question", "prompt, answer")),

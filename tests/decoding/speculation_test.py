@@ -19,7 +19,7 @@ from tlt_jax.drafters.eagle3 import Eagle3
 from tlt_jax.drafters.feature_drafter import layer_like
 from tlt_jax.drafters.prompt_lookup import PromptLookup
 from tlt_jax.drafters.truncated import Truncated
-from tlt_jax.models import decoder
+from tlt_jax.models import decoder, kv_cache
 from tlt_jax.models.decoder import abstract_params
 from tlt_jax.models.specs import PolicySpec, RopeSpec
 from tlt_jax.strategies import FINISH_LENGTH, FINISH_STOP, OFF, Strategy
@@ -50,7 +50,7 @@ def quick_compilation():
 @functools.cache
 def policy() -> dict:
     random = np.random.default_rng(0)
-    return jax.tree.map(lambda leaf: (random.normal(size=leaf.shape) * 0.4).astype(np.float32), abstract_params(SPEC))
+    return jax.tree.map(lambda leaf: jnp.asarray(random.normal(size=leaf.shape) * 0.4, jnp.float32), abstract_params(SPEC))
 
 
 @functools.cache
@@ -154,7 +154,7 @@ def test_the_cache_equals_a_fresh_prefill_of_the_text_after_every_round(strategy
             text = rows.prompts[row] + rows.tokens[row]
             length = int(rows.state.cache.lengths_B[row])
             assert length == len(text) - 1 and text == np.asarray(rows.state.draft.tokens_BS)[row, : len(text)].tolist()
-            fresh = decoder.forward(SPEC, policy(), np.array([text[:-1]]), cache=decoder.kv_cache.init_cache(SPEC, 1, 48, jnp.float32, block=8)).cache
+            fresh = prefill()(np.pad(np.array(text, np.int32), (0, WIDTH - len(text))))
             np.testing.assert_allclose(rows.state.cache.keys_LBKSC[:, row, :, :length], fresh.keys_LBKSC[:, 0, :, :length], atol=1e-5)
             np.testing.assert_allclose(rows.state.cache.values_LBKSC[:, row, :, :length], fresh.values_LBKSC[:, 0, :, :length], atol=1e-5)
 
@@ -213,14 +213,33 @@ def test_forwards_count_the_rounds_in_which_a_row_decoded():
     assert rows.forwards.tolist() == [-(-(by_slot[slot] - 1) // 4) for slot in range(ROWS)]
 
 
-def drafter_slots(rows, text, row, weights=None):
-    """Cache and output of a drafter that takes in one row's text at once, with the features of one full forward."""
-    drafter, weights = rows.drafter, weights or rows.weights
-    out = decoder.forward(SPEC, policy(), np.array([text]), capture_layers=drafter.capture_layers)
-    features = out.aux_features_BTF if drafter.capture_layers else out.features_BTD
-    count = len(text) - 1
-    window = Window(np.array([text[1:]]), features[:, :count], jnp.zeros((1,), jnp.int32), jnp.array([count]))
-    return drafter.extend(weights.drafter, policy(), drafter.init_state(1, SLOTS, jnp.float32, 8), window)
+WIDTH = 40  # columns of a text that is taken in at once
+
+
+@functools.cache
+def take_in(drafter):
+    """(padded text, tokens) → a drafter's state after taking a text in at once, with the features of one full forward."""
+
+    def run(weights, text_T, count):
+        out = decoder.forward(SPEC, policy(), text_T[None], capture_layers=drafter.capture_layers)
+        features = out.aux_features_BTF if drafter.capture_layers else out.features_BTD
+        window = Window(text_T[None, 1:], features[:, :-1], jnp.zeros((1,), jnp.int32), count[None])
+        return drafter.extend(weights.drafter, policy(), drafter.init_state(1, SLOTS, jnp.float32, 8), window)
+
+    return jax.jit(run)
+
+
+def drafter_slots(rows, text):
+    """State of a drafter that saw all of a text but its last token."""
+    padded = np.zeros((WIDTH,), np.int32)
+    padded[: len(text)] = text
+    return take_in(rows.drafter)(rows.weights, padded, np.int32(len(text) - 1))
+
+
+@functools.cache
+def prefill():
+    """Padded text → the policy's cache of a fresh prefill."""
+    return jax.jit(lambda text_T: decoder.forward(SPEC, policy(), text_T[None], cache=kv_cache.init_cache(SPEC, 1, 48, jnp.float32, block=8)).cache)
 
 
 @pytest.mark.parametrize("drafter", ["eagle", "eagle3"])
@@ -233,7 +252,7 @@ def test_a_drafter_has_taken_in_the_true_features_of_its_text_after_every_specul
         was_active = np.asarray(rows.state.active_B)
         rows.advance(turn)
         for row in np.flatnonzero(np.asarray(rows.state.active_B) & was_active) if turn.depth else ():
-            own, fresh, length = rows.state.draft.own, drafter_slots(rows, before[row], row), len(before[row]) - 1
+            own, fresh, length = rows.state.draft.own, drafter_slots(rows, before[row]), len(before[row]) - 1
             assert own.cache.lengths_B[row] == rows.state.draft.reach_B[row] == length
             np.testing.assert_allclose(own.cache.keys_LBKSC[:, row, :, :length], fresh.cache.keys_LBKSC[:, 0, :, :length], atol=2e-5)
             np.testing.assert_allclose(own.cache.values_LBKSC[:, row, :, :length], fresh.cache.values_LBKSC[:, 0, :, :length], atol=2e-5)
