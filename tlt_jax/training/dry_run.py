@@ -102,8 +102,9 @@ def possible_shapes(config: Config, prompts: Sequence[Prompt], slices: int) -> S
 
 def program_lines(config: Config, shapes: Shapes, row_length: int, slices: int) -> list[str]:
     """What can be compiled, of which a run meets a part."""
-    rows = len(shapes.rows)
-    kinds = {"init": rows, "advance": rows, "admit of one prompt or of several": 2 * rows, "gather": rows * (rows - 1)}
+    rows, selector = len(shapes.rows), build.selector_settings(config)
+    drafted = len(selector.strategies) * sum(size <= selector.max_rows for size in shapes.rows)
+    kinds = {"init": rows, "advance": rows + drafted, "admit of one prompt or of several": 2 * rows, "gather": rows * (rows - 1)}
     lines = [
         f"row buckets {_listed(shapes.rows)}; cache of {shapes.cache} positions; prompts in {shapes.pieces[0]} pieces of {shapes.pieces[1]} tokens",
         f"one slice: {', '.join(f'{count} {name}' for name, count in kinds.items())} = {sum(kinds.values())}; "

@@ -211,9 +211,9 @@ def _speculative() -> dict:
         "method": ("off", "what drafts: off, eagle, eagle3, prompt_lookup or truncated", ("off", "eagle", "eagle3", "prompt_lookup", "truncated")),
         "strategies": ("4_1_4,4_2_8", "draft trees as depth_branching_budget, comma-separated; branching 1 is a chain, the budget counts no root"),
         "selector": (
-            "beg",
-            "which one is used: beg (a bandit on tokens per second, plain decoding included), ucb1 or fixed (the first)",
-            ("beg", "ucb1", "fixed"),
+            "fixed",
+            "which one is used: fixed (the first), beg (a bandit on tokens per second, plain decoding included) or ucb1",
+            ("fixed", "beg", "ucb1"),
         ),
         "max_rows": (32, "speculation is considered when a slice decodes at most this many rows", FROM_1),
         "patience": (1, "dispatches in a row with so few rows before it starts", FROM_1),
