@@ -3,6 +3,7 @@
 The environment is set before jax is imported for the first time, which is why the imports stand below it.
 """
 
+import gc
 import os
 import pathlib
 
@@ -22,6 +23,14 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="run the full product of the speculative cases, not only a pairwise-covering set")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_of_one_module():
+    """Frees the compiled programs of a module: a process can map about 65,000 pieces of memory, and a program of the CPU backend takes some hundred."""
+    yield
+    gc.collect()
+    jax.clear_caches()
 
 
 @pytest.fixture(scope="session")

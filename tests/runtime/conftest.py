@@ -117,7 +117,7 @@ def forget_engines():
 
 
 @pytest.fixture(autouse=True, scope="module")
-def programs_of_one_module(forget_engines):
+def engines_of_one_module(forget_engines):
     yield
     forget_engines()
 
