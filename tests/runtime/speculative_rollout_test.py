@@ -97,11 +97,11 @@ def test_a_speculative_rollout_returns_the_tokens_of_a_plain_one(engine_of, tiny
     expected = plain_runs(sampling)
     if strategy == "random":
         generator = random.Random(str(case))
-        monkeypatch.setattr(measured_choice, "choose", lambda settings, state, seen: (state, generator.choice((OFF, CHAIN, TREE))))
+        monkeypatch.setattr(measured_choice, "choose", lambda settings, state, seen: (state, generator.choice((OFF, TREE))))
     rows = requests if order == "given" else random.Random(3).sample(requests, len(requests))
     engine = engine_of(devices=slices, slices=slices, drafter=drafters["eagle" if name == "adversary" else name])
     params = jax.tree.map(lambda leaf: leaf * -5 if leaf.dtype == np.float32 else leaf, engine.new_drafter()) if name == "adversary" else None
-    settings = speculating(tiny, *{"chain": (CHAIN,), "tree": (TREE,), "random": (CHAIN, TREE)}[strategy], rounds_per_dispatch=1 if strategy == "random" else 3)
+    settings = speculating(tiny, *{"chain": (CHAIN,), "tree": (TREE,), "random": (TREE,)}[strategy], rounds_per_dispatch=1 if strategy == "random" else 3)
     done = engine.run(rows, settings, drafter_params=params, **SAMPLINGS[sampling])
     assert_same(tiny, expected, done, **SAMPLINGS[sampling])
     for index, completion in done.items():
