@@ -78,7 +78,7 @@ class Rows:
         state = rollout.init_state(decoding, Slots(ROWS, SLOTS, ring, 8), jnp.float32)
         entries = admission(remaining)
         self.state, first, finish = program(rollout.admit, decoding)(self.weights, state, entries, self.sampling, self.stop_ids)
-        self.tokens, self.logprobs, self.finish, self.forwards = ([] for _ in range(ROWS)), None, np.zeros(ROWS, int), np.zeros(ROWS, int)
+        self.finish, self.forwards = np.zeros(ROWS, int), np.zeros(ROWS, int)
         self.tokens, self.logprobs = [[] for _ in range(ROWS)], [[] for _ in range(ROWS)]
         for entry, slot in enumerate(entries.slots_A):
             self.tokens[slot].append(int(first.token_B[entry]))
