@@ -24,6 +24,7 @@ from tlt_jax.training.rollout_phase import Engine, Phase, Weights
 from tlt_jax.training.settings import Config
 from tlt_jax.training.settings_rules import copy_with
 
+EVERY_NUMBER = 2**30  # of rows: a bench speculates with all that it is asked for, and bfloat16 has two slots for one row
 RESAMPLES, INTERVAL = 2000, (2.5, 97.5)  # bootstrap of the ratio to plain decoding, in percent
 
 
@@ -84,7 +85,7 @@ def _with_strategy(engine: Engine, strategy: Strategy) -> Engine:
     """The same programs and weights under another strategy, whatever the number of rows."""
 
     def driver(one: RolloutDriver) -> RolloutDriver:
-        selector = dataclasses.replace(one.settings.selector, kind="fixed", strategies=(strategy,) if strategy.depth else (), max_rows=one.settings.slots)
+        selector = dataclasses.replace(one.settings.selector, kind="fixed", strategies=(strategy,) if strategy.depth else (), max_rows=EVERY_NUMBER)
         settings = dataclasses.replace(one.settings, selector=selector)
         return RolloutDriver(one.programs, settings, one.drafter_params)
 
