@@ -67,3 +67,34 @@ class Drafter(Protocol):
 
     def gather_rows(self, state, index_B: jax.Array):
         """Rows in a new order or number."""
+
+
+class Stateless:
+    """What a drafter without weights, features and state answers to everything but `propose`."""
+
+    features = 0
+    capture_layers = ()
+
+    def init_params(self, rng: jax.Array, policy_params: dict) -> dict:
+        """Nothing."""
+        return {}
+
+    def prepare(self, params: dict, policy_params: dict) -> dict:
+        """Nothing."""
+        return {}
+
+    def init_state(self, rows: int, length: int, dtype, block: int):
+        """None."""
+        return None
+
+    def forget(self, state, rows_B: jax.Array):
+        """Still none."""
+        return state
+
+    def extend(self, params: dict, policy_params: dict, state, window: Window):
+        """Still none."""
+        return state
+
+    def gather_rows(self, state, index_B: jax.Array):
+        """Still none."""
+        return state

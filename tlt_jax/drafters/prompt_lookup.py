@@ -9,43 +9,16 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from tlt_jax.drafters.drafter import Pick, PolicyView, Root, Window
+from tlt_jax.drafters.drafter import Pick, PolicyView, Root, Stateless
 from tlt_jax.records import Tree
 from tlt_jax.strategies import Strategy
 
 
 @dataclasses.dataclass(frozen=True)
-class PromptLookup:
+class PromptLookup(Stateless):
     """Suffixes of up to `longest` tokens are looked up."""
 
     longest: int = 4
-
-    features = 0
-    capture_layers = ()
-
-    def init_params(self, rng: jax.Array, policy_params: dict) -> dict:
-        """Nothing: it has no weights."""
-        return {}
-
-    def prepare(self, params: dict, policy_params: dict) -> dict:
-        """Nothing either."""
-        return {}
-
-    def init_state(self, rows: int, length: int, dtype, block: int):
-        """None: the row's text is all it needs."""
-        return None
-
-    def forget(self, state, rows_B: jax.Array):
-        """No state."""
-        return state
-
-    def extend(self, params: dict, policy_params: dict, state, window: Window):
-        """No state."""
-        return state
-
-    def gather_rows(self, state, index_B: jax.Array):
-        """No state."""
-        return state
 
     def propose(self, params: dict, policy: PolicyView, state, root: Root, pick: Pick, strategy: Strategy) -> Tree:
         """As many chains as the budget holds; the branching only bounds the budget."""

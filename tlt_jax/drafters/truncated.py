@@ -2,12 +2,11 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from tlt_jax.drafters import tree_growth
-from tlt_jax.drafters.drafter import Pick, PolicyView, Root, Window
+from tlt_jax.drafters.drafter import Pick, PolicyView, Root, Stateless
 from tlt_jax.drafters.tree_growth import Beam
 from tlt_jax.models import decoder, rope
 from tlt_jax.models.specs import PolicySpec
@@ -16,38 +15,11 @@ from tlt_jax.strategies import Strategy
 
 
 @dataclasses.dataclass(frozen=True)
-class Truncated:
+class Truncated(Stateless):
     """The first `layers` layers of a policy; all of them make an oracle, which proposes what the policy draws."""
 
     spec: PolicySpec
     layers: int
-
-    features = 0
-    capture_layers = ()
-
-    def init_params(self, rng: jax.Array, policy_params: dict) -> dict:
-        """Nothing: it has no weights of its own."""
-        return {}
-
-    def prepare(self, params: dict, policy_params: dict) -> dict:
-        """Nothing either."""
-        return {}
-
-    def init_state(self, rows: int, length: int, dtype, block: int):
-        """None: the policy's cache is all it needs."""
-        return None
-
-    def forget(self, state, rows_B: jax.Array):
-        """No state."""
-        return state
-
-    def extend(self, params: dict, policy_params: dict, state, window: Window):
-        """No state."""
-        return state
-
-    def gather_rows(self, state, index_B: jax.Array):
-        """No state."""
-        return state
 
     def propose(self, params: dict, policy: PolicyView, state, root: Root, pick: Pick, strategy: Strategy) -> Tree:
         """A tree of the shallow policy's picks."""
