@@ -11,14 +11,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tlt_jax.drafters.feature_drafter import FeatureDrafter, policy_head
+from tlt_jax.drafters.feature_drafter import DraftLayer, FeatureDrafter, policy_head
 from tlt_jax.models import decoder
 from tlt_jax.models.layers import MLP, Attention, Projection, RMSNorm
-from tlt_jax.models.rope import rotate
 from tlt_jax.models.specs import PolicySpec
 
 
-class EagleLayer(nnx.Module):
+class EagleLayer(DraftLayer):
     """The drafter's own weights."""
 
     def __init__(self, spec: PolicySpec, *, rngs: nnx.Rngs):
@@ -30,13 +29,7 @@ class EagleLayer(nnx.Module):
     def project(self, embedded_BTD: jax.Array, g_BTD: jax.Array, rotation):
         """The embedding half of fc comes first."""
         x_BTD = self.fc(jnp.concatenate([embedded_BTD, g_BTD], axis=-1))
-        attention = self.attention
-        return x_BTD, (rotate(attention.query(x_BTD), *rotation), rotate(attention.key(x_BTD), *rotation), attention.value(x_BTD))
-
-    def finish(self, residual_BTD: jax.Array, attended_BTHC: jax.Array) -> jax.Array:
-        """The predicted feature of the next position."""
-        x_BTD = residual_BTD + self.attention.output(attended_BTHC)
-        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+        return x_BTD, self.rotated(x_BTD, rotation)
 
 
 @functools.cache

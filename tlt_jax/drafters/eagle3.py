@@ -11,14 +11,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tlt_jax.drafters.feature_drafter import FeatureDrafter, policy_head
+from tlt_jax.drafters.feature_drafter import DraftLayer, FeatureDrafter, policy_head
 from tlt_jax.models import decoder
 from tlt_jax.models.layers import MLP, Attention, Projection, RMSNorm
-from tlt_jax.models.rope import rotate
 from tlt_jax.models.specs import PolicySpec
 
 
-class Eagle3Layer(nnx.Module):
+class Eagle3Layer(DraftLayer):
     """The drafter's own weights but its head."""
 
     def __init__(self, spec: PolicySpec, features: int, *, rngs: nnx.Rngs):
@@ -34,13 +33,7 @@ class Eagle3Layer(nnx.Module):
     def project(self, embedded_BTD: jax.Array, g_BTD: jax.Array, rotation):
         """The embedding half of the input comes first."""
         x_BTX = jnp.concatenate([self.input_norm(embedded_BTD), self.hidden_norm(g_BTD)], axis=-1)
-        attention = self.attention
-        return g_BTD, (rotate(attention.query(x_BTX), *rotation), rotate(attention.key(x_BTX), *rotation), attention.value(x_BTX))
-
-    def finish(self, residual_BTD: jax.Array, attended_BTHC: jax.Array) -> jax.Array:
-        """The output that is fed back; `norm` comes before the head only."""
-        x_BTD = residual_BTD + self.attention.output(attended_BTHC)
-        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+        return g_BTD, self.rotated(x_BTX, rotation)
 
 
 @functools.cache
@@ -53,7 +46,8 @@ def default_capture(layers: int) -> tuple[int, int, int]:
     low, middle, high = 2, layers // 2, layers - 3
     if not low < middle < high:
         raise ValueError(
-            f"eagle3 reads the inputs of layers 2, L // 2 and L - 3, which are not three rising layers when L = {layers}; set drafter.capture_layers")
+            f"eagle3 reads the inputs of layers 2, L // 2 and L - 3, which are not three rising layers when L = {layers}; use speculative.method=eagle, or a "
+            "drafter.path that names its layers")
     return low, middle, high
 
 
@@ -97,8 +91,7 @@ class Eagle3(FeatureDrafter):
 
     def logits(self, params: dict, policy_params: dict, hidden_BTD: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """The drafter's own head on its normed output."""
-        normed = self.layer(params).norm(hidden_BTD)
-        return jnp.einsum("btd,dv->btv", normed, params["head"]["kernel"], preferred_element_type=jnp.float32), params["ids"]
+        return self.training_logits(params, params["head"]["kernel"], hidden_BTD), params["ids"]
 
     def training_logits(self, params: dict, policy_head_DE: jax.Array, hidden_BTD: jax.Array) -> jax.Array:
         """The drafter's own head; the policy's is the teacher's."""

@@ -5,11 +5,11 @@ Slot t of a row holds the pair (feature of position t, token t + 1) and its outp
 """
 
 import dataclasses
-from typing import Protocol
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from tlt_jax.drafters import tree_growth
 from tlt_jax.drafters.drafter import Pick, PolicyView, Root, Window
@@ -30,14 +30,22 @@ class FeatureState:
     hidden_BD: jax.Array
 
 
-class Layer(Protocol):
-    """The one layer, cut around attention: `g` is the fused feature, or the output fed back."""
+class DraftLayer(nnx.Module):
+    """The one layer, cut around attention; its parts `attention`, `mlp_norm` and `mlp` are made by what extends it."""
 
     def project(self, embedded_BTD: jax.Array, g_BTD: jax.Array, rotation) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-        """(residual stream, (query, key, value))."""
+        """(residual stream, (query, key, value)); `g` is the fused feature, or the output fed back."""
+        raise NotImplementedError
+
+    def rotated(self, x_BTD: jax.Array, rotation) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Rotated queries and keys, and values, of the layer's input."""
+        attention = self.attention
+        return rope.rotate(attention.query(x_BTD), *rotation), rope.rotate(attention.key(x_BTD), *rotation), attention.value(x_BTD)
 
     def finish(self, residual_BTD: jax.Array, attended_BTHC: jax.Array) -> jax.Array:
-        """Its output."""
+        """Its output, which drafting feeds back."""
+        x_BTD = residual_BTD + self.attention.output(attended_BTHC)
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
 
 
 def layer_like(spec: PolicySpec) -> PolicySpec:
@@ -59,7 +67,7 @@ class FeatureDrafter:
     spec: PolicySpec
     layer_spec: PolicySpec
 
-    def layer(self, params: dict) -> Layer:
+    def layer(self, params: dict) -> DraftLayer:
         """The layer with its parameters."""
         raise NotImplementedError
 
