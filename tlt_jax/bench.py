@@ -30,8 +30,7 @@ def _flags(parser) -> None:
 def main(argv: list[str]) -> int:
     """Parse, measure; the exit code (0 done, 2 bad input)."""
     config, args = load_config(argv, extra_flags=_flags, command="bench", description=DESCRIPTION, example=EXAMPLE)
-    from tlt_jax.checkpoints.drafter_files import drafter_kind
-    from tlt_jax.training import benchmark, verify_benchmark  # after the config is known to be good: importing jax takes seconds
+    from tlt_jax.training import benchmark, drafting, verify_benchmark  # after the config is known to be good: importing jax takes seconds
 
     logging.set_verbosity(logging.WARNING)
     config.model.path = args.model or config.model.path
@@ -40,7 +39,7 @@ def main(argv: list[str]) -> int:
         if min(rows) < 1 or args.new_tokens < 2 or args.repeats < 1:
             raise ValueError("--rows and --repeats are at least 1, --new_tokens at least 2")
         if args.drafter:
-            config.drafter.path, config.speculative.method = args.drafter, drafter_kind(args.drafter)
+            drafting.use_files(config, args.drafter)
         plan = benchmark.Plan(rows, args.new_tokens, args.repeats)
         if args.what == "rollout":
             records = benchmark.rollout(config, plan)

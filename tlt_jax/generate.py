@@ -26,14 +26,13 @@ def _flags(parser) -> None:
 def main(argv: list[str]) -> int:
     """Parse, check, generate; the exit code (0 done, 2 bad input, 130 interrupted)."""
     config, args = load_config(argv, extra_flags=_flags, command="generate", description=DESCRIPTION, example=EXAMPLE)
-    from tlt_jax.checkpoints.drafter_files import drafter_kind
-    from tlt_jax.training import generation  # after the config is known to be good: importing jax takes seconds
+    from tlt_jax.training import drafting, generation  # after the config is known to be good: importing jax takes seconds
 
     logging.set_verbosity(logging.WARNING)
     config.model.path = args.model or config.model.path
     try:
         if args.drafter:
-            config.drafter.path, config.speculative.method = args.drafter, drafter_kind(args.drafter)
+            drafting.use_files(config, args.drafter)
         if config.model.path == "scratch":
             raise ValueError("--model=DIR is needed: a Hugging Face directory, a .gguf file, the workdir of a run or a hub id")
         if not args.prompts or not args.output:

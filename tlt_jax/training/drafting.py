@@ -1,6 +1,6 @@
 """From config words to a drafter, its weights and how the slices use it."""
 
-from tlt_jax.checkpoints.drafter_files import DrafterFiles, load_drafter, read_drafter
+from tlt_jax.checkpoints.drafter_files import DrafterFiles, drafter_kind, load_drafter, read_drafter
 from tlt_jax.drafters.drafter import Drafter
 from tlt_jax.drafters.eagle import Eagle
 from tlt_jax.drafters.eagle3 import Eagle3, default_capture
@@ -11,6 +11,11 @@ from tlt_jax.models.specs import PolicySpec
 from tlt_jax.training.settings import Config
 
 AUTO_SHARE = 4  # drafter.truncated_layers=0: a quarter of the layers
+
+
+def use_files(config: Config, path: str) -> None:
+    """Makes `path` the drafter of the config, as --drafter asks: its files say which method it is. Raises FileNotFoundError without them."""
+    config.drafter.path, config.speculative.method = path, drafter_kind(path)
 
 
 def make_drafter(config: Config, spec: PolicySpec) -> Drafter | None:
