@@ -13,7 +13,7 @@ from flax import nnx
 
 from tlt_jax.drafters.feature_drafter import DraftLayer, FeatureDrafter, policy_head
 from tlt_jax.models import decoder
-from tlt_jax.models.layers import MLP, Attention, Projection, RMSNorm
+from tlt_jax.models.layers import MLP, Attention, Projection, RMSNorm, product
 from tlt_jax.models.specs import PolicySpec
 
 
@@ -95,4 +95,4 @@ class Eagle3(FeatureDrafter):
 
     def training_logits(self, params: dict, policy_head_DE: jax.Array, hidden_BTD: jax.Array) -> jax.Array:
         """The drafter's own head; the policy's is the teacher's."""
-        return jnp.einsum("btd,de->bte", self.layer(params).norm(hidden_BTD), params["head"]["kernel"], preferred_element_type=jnp.float32)
+        return product(self.layer(params).norm(hidden_BTD), params["head"]["kernel"], ((2,), (0,)), jnp.float32)

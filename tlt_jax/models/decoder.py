@@ -15,7 +15,7 @@ from flax import nnx
 
 from tlt_jax.models import attention, kv_cache, rope
 from tlt_jax.models.kv_cache import KVCache, NewTokens
-from tlt_jax.models.layers import DecoderLayer, fan_in_normal
+from tlt_jax.models.layers import DecoderLayer, fan_in_normal, product
 from tlt_jax.models.specs import PolicySpec
 
 NO_WINDOW = 2**30
@@ -154,5 +154,4 @@ def head_matrix(spec: PolicySpec, params: dict) -> tuple[jax.Array, bool]:
 def head_logits(spec: PolicySpec, params: dict, features: jax.Array) -> jax.Array:
     """float32 logits (or one value) for features [..., D]."""
     matrix, transposed = head_matrix(spec, params)
-    axes = (((features.ndim - 1,), (1 if transposed else 0,)), ((), ()))
-    return jax.lax.dot_general(features, matrix.astype(features.dtype), axes, preferred_element_type=jnp.float32)
+    return product(features, matrix, ((features.ndim - 1,), (1 if transposed else 0,)), jnp.float32)

@@ -22,9 +22,7 @@ from tlt_jax.sharding.rules import replicated
 from tlt_jax.strategies import FINISH_REASONS, FINISH_RUNNING, OFF, Completion, Request
 
 IN_FLIGHT = 2  # dispatches queued: the next one starts before the last one's flags are read
-ROW_BUCKETS = (4, 16, 64, 256, 1024)
-# Measured on CPU: two rows cost what four do in float32, and one row a quarter less; in bfloat16 one row costs a third more than two.
-FEWEST_ROWS = {"float32": 1, "bfloat16": 2}
+ROW_BUCKETS = (1, 4, 16, 64, 256, 1024)  # no 2: measured on CPU, two rows cost what four do
 CACHE_BUCKETS = (128, 512, 2048, 8192, 32768, 131072)
 
 
@@ -77,16 +75,14 @@ class InFlight:
     choice: Choice | None = None  # None: an admission
 
 
-def row_buckets(slots: int, dtype: str) -> tuple[int, ...]:
-    """Numbers of rows that a slice decodes with in `dtype`, rising; `slots` itself is the largest."""
-    fewest = FEWEST_ROWS[dtype]
-    return (fewest, *(bucket for bucket in ROW_BUCKETS if fewest < bucket < slots), *((slots,) if slots > fewest else ()))
+def row_buckets(slots: int) -> tuple[int, ...]:
+    """Numbers of rows that a slice decodes with, rising; `slots` itself is the largest."""
+    return (*(bucket for bucket in ROW_BUCKETS if bucket < slots), slots)
 
 
-def row_bucket(rows: int, slots: int, dtype: str) -> int:
+def row_bucket(rows: int, slots: int) -> int:
     """Smallest allowed number of rows ≥ `rows`."""
-    buckets = row_buckets(slots, dtype)
-    return batching.length_bucket(max(rows, buckets[0]), buckets)
+    return batching.length_bucket(rows, row_buckets(slots))
 
 
 def completion(row: Row, code: int, version: int) -> Completion:
@@ -238,7 +234,7 @@ class RolloutDriver:
 
     def _fit(self, needed: int) -> None:
         """Bring the number of slots to the bucket that holds `needed` rows; active rows move to the front."""
-        bucket = row_bucket(needed, self.slots, self.programs.dtype.name)
+        bucket = row_bucket(needed, self.slots)
         if self.state is None:
             self.state, self.rows = self.programs.init_state(bucket, self.length), [None] * bucket
             if self.settings.compile_ahead and (bucket, self.length) not in self._compiled:
@@ -252,7 +248,7 @@ class RolloutDriver:
     def _compile_ahead(self, bucket: int) -> None:
         """Which sizes a phase shrinks through depends on the answers: all run once now, on empty rows, which ends at once; no later step compiles."""
         larger, selector = [], self.settings.selector
-        for size in reversed([size for size in row_buckets(self.slots, self.programs.dtype.name) if size <= bucket]):
+        for size in reversed([size for size in row_buckets(self.slots) if size <= bucket]):
             empty = [moved(self.programs, state, [], size) for state in larger] or [moved(self.programs, self.state, [], size)]
             state = empty[0]
             for strategy in (OFF, *(selector.strategies if size <= selector.max_rows else ())):

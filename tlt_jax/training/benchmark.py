@@ -24,7 +24,7 @@ from tlt_jax.training.rollout_phase import Engine, Phase, Weights
 from tlt_jax.training.settings import Config
 from tlt_jax.training.settings_rules import copy_with
 
-EVERY_NUMBER = 2**30  # of rows: a bench speculates with all that it is asked for, and bfloat16 has two slots for one row
+EVERY_NUMBER = 2**30  # of rows: a bench speculates with all that it is asked for
 RESAMPLES, INTERVAL = 2000, (2.5, 97.5)  # bootstrap of the ratio to plain decoding, in percent
 
 

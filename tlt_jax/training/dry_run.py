@@ -93,10 +93,9 @@ def possible_shapes(config: Config, prompts: Sequence[Prompt], slices: int) -> S
     lengths = Lengths(longest_prompt(prompts), longest_prompt(prompts) + rollout.max_new_tokens)
     trained = config.batch.prompts_per_step * config.algorithm.num_generations
     evaluated = min(len(prompts), config.evaluation.limit or len(prompts)) * config.evaluation.num_generations
-    dtype = build.resolve_dtype(config, "rollout")
     most = min(rollout.slots, -(-max(trained, evaluated) // slices))
     return Shapes(
-        rows=tuple(sorted({row_bucket(rows, rollout.slots, dtype) for rows in (1, most, *ROW_BUCKETS) if rows <= max(most, 1)})),
+        rows=tuple(sorted({row_bucket(rows, rollout.slots) for rows in (most, *ROW_BUCKETS) if rows <= max(most, 1)})),
         cache=length_bucket(lengths.total, CACHE_BUCKETS), pieces=lengths.pieces(build.prefill_tokens(config) // PREFILL_ROWS))
 
 

@@ -32,7 +32,6 @@ from tlt_jax.models import decoder
 from tlt_jax.models.attention import QUERY_BLOCK
 from tlt_jax.models.specs import PolicySpec
 from tlt_jax.optimizers import make_optimizer
-from tlt_jax.runtime.rollout_driver import row_bucket
 from tlt_jax.sharding import movement, rules
 from tlt_jax.sharding.meshes import Meshes
 from tlt_jax.training import build
@@ -83,12 +82,12 @@ def estimate(config: Config, spec: PolicySpec, meshes: Meshes, *, row_length: in
     totals = _on_train_mesh(meshes, decoder.abstract_params(spec, "float32"))
     copy = _on_train_mesh(meshes, decoder.abstract_params(spec, compute)) if compute != dtype else 0
     served = build.resolve_dtype(config, "rollout")
-    on_slice, rows = decoder.abstract_params(spec, served), row_bucket(config.rollout.slots, config.rollout.slots, served)
+    on_slice = decoder.abstract_params(spec, served)
     return MemoryEstimate(
         parameters=held, optimizer=state, gradients=totals + held, other_networks=others, compute_copy=copy,
         activations=_activations(config, spec, meshes, row_length, jnp.dtype(compute).itemsize),
         rollout_weights=_device_bytes(on_slice, movement.publish_shardings(meshes, on_slice)),
-        kv_cache=_cache_bytes(config, spec, meshes, rows, cache_length), kv_row=_cache_bytes(config, spec, meshes, 1, cache_length))
+        kv_cache=_cache_bytes(config, spec, meshes, config.rollout.slots, cache_length), kv_row=_cache_bytes(config, spec, meshes, 1, cache_length))
 
 
 def device_limit() -> int | None:
