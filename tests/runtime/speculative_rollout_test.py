@@ -129,6 +129,21 @@ def test_an_oracle_emits_its_depth_and_one_more_in_every_round(engine_of, tiny, 
     assert {completion.forwards for completion in done.values()} == {1 + -(-23 // 4)}  # the first token comes from the prefill
 
 
+@pytest.mark.parametrize(("drafter", "strategy"), [("oracle", CHAIN), ("eagle", TREE), ("truncated", Strategy(1, 8, 8))])
+def test_rows_that_fill_the_models_positions_end_there_and_leave_their_neighbours_alone(engine_of, tiny, drafters, drafter, strategy):
+    """Three rows decode to the last position that the model has, trees reaching past it, beside rows with other limits."""
+    positions, prompts = tiny.spec.max_position_embeddings, tiny.prompts()
+    limits = [positions - len(prompt) if number % 2 else 5 + 40 * number for number, prompt in enumerate(prompts)]
+    rows = [dataclasses.replace(request, max_new_tokens=limit) for request, limit in zip(tiny.requests(prompts), limits, strict=True)]
+    rows += [dataclasses.replace(row, index=row.index + len(rows), sample=1) for row in rows]
+    expected = engine_of().run(rows, length=positions)
+    done = engine_of(drafter=drafters[drafter]).run(rows, speculating(tiny, strategy), length=positions)
+    assert_same(tiny, expected, done, temperature=1.0)
+    for index, completion in done.items():
+        np.testing.assert_allclose(completion.logprobs, expected[index].logprobs, atol=1e-4)
+    assert [(len(done[index].token_ids), done[index].finish_reason) for index in range(len(rows))] == [(row.max_new_tokens, "length") for row in rows]
+
+
 def test_a_second_phase_with_speculation_compiles_nothing(engine_of, tiny, drafters, requests):
     engine = engine_of(drafter=drafters["eagle"])
     settings = speculating(tiny, TREE, slots=16, compile_ahead=True)
