@@ -74,11 +74,11 @@ class Engine:
         """First parameters of the layout's drafter, from the random policy."""
         return new_drafter(self.programs[0].drafter, random_params())
 
-    def drivers(self, settings=SETTINGS, *, params=None, drafter_params=None, temperature=1.0, stop_ids=(), length=100, longest_prompt=20,
+    def drivers(self, settings=SETTINGS, *, params=None, drafter_params=None, history=None, temperature=1.0, stop_ids=(), length=100, longest_prompt=20,
                 **truncation) -> list[RolloutDriver]:
         """Started drivers with freshly published weights."""
         views = self.publisher.publish(self.params if params is None else params)
-        drivers = [RolloutDriver(programs, settings, drafter_params) for programs in self.programs]
+        drivers = [RolloutDriver(programs, settings, drafter_params, history) for programs in self.programs]
         for driver, view in zip(drivers, views, strict=True):
             sampling = make_sampling(temperature, **truncation, vocabulary=VOCABULARY)
             driver.start(view, self.publisher.version, sampling, stop_ids, Lengths(longest_prompt, length))

@@ -17,6 +17,7 @@ from tlt_jax.drafters.prompt_lookup import PromptLookup
 from tlt_jax.drafters.truncated import Truncated
 from tlt_jax.runtime import measured_choice
 from tlt_jax.runtime.programs import compile_counter
+from tlt_jax.scheduling.peer_texts import AnswerHistory
 from tlt_jax.scheduling.strategy_selector import SelectorSettings
 from tlt_jax.strategies import OFF, Strategy
 
@@ -33,7 +34,7 @@ CHAIN, TREE = Strategy(3, 1, 3), Strategy(3, 2, 6)
 def drafters(tiny):
     layer = layer_like(tiny.spec)
     return {
-        "truncated": Truncated(tiny.spec, 1), "oracle": Truncated(tiny.spec, tiny.spec.num_layers), "prompt_lookup": PromptLookup(),
+        "truncated": Truncated(tiny.spec, 1), "oracle": Truncated(tiny.spec, tiny.spec.num_layers), "prompt_lookup": PromptLookup(segments=8),
         "eagle": Eagle(tiny.spec, layer, 17), "eagle3": Eagle3(tiny.spec, layer, 17, (0, 1))}
 
 
@@ -107,6 +108,15 @@ def test_a_speculative_rollout_returns_the_tokens_of_a_plain_one(engine_of, tiny
     for index, completion in done.items():
         if completion.token_ids == expected[index].token_ids:
             np.testing.assert_allclose(completion.logprobs, expected[index].logprobs, atol=1e-4)
+
+
+def test_answers_of_an_earlier_step_are_found_again(engine_of, tiny, drafters, requests, reference):
+    """The same requests a second time, as if a step had sampled the same answers: every round but the last accepts a whole chain; tokens stay."""
+    engine, history = engine_of(drafter=drafters["prompt_lookup"]), AnswerHistory(2)
+    done = [engine.run(requests, speculating(tiny, CHAIN), history=history) for _ in range(2)]
+    for one in done:
+        assert_same(tiny, reference, one, temperature=1.0)
+    assert sum(one.forwards for one in done[1].values()) < 0.6 * sum(one.forwards for one in done[0].values())
 
 
 def test_slices_that_share_the_weights_of_a_drafter_change_no_token(engine_of, tiny, drafters, requests, reference):

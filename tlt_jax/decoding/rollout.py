@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from tlt_jax.decoding import sampling as drawing
+from tlt_jax.decoding import shared_texts
 from tlt_jax.decoding.rounds import Decoding, DraftState, RowState, Weights, features, plain_round, speculative_round
+from tlt_jax.decoding.shared_texts import Entering
 from tlt_jax.decoding.verification import finish_codes
 from tlt_jax.models import decoder, kv_cache
 from tlt_jax.models.kv_cache import KVCache
@@ -33,6 +35,7 @@ class Admission(NamedTuple):
     source_A: jax.Array  # int32, the prompt of each entry
     key_A2: jax.Array  # uint32
     remaining_A: jax.Array  # int32
+    texts: Entering | None = None  # for a drafter that looks into other texts
 
 
 class Slots(NamedTuple):
@@ -52,7 +55,8 @@ def init_state(decoding: Decoding, slots: Slots, dtype) -> RowState:
     if drafter is not None:
         ring = jnp.zeros((rows, slots.ring, drafter.features), dtype) if drafter.features else None
         draft = DraftState(
-            jnp.zeros((rows, cache.slots), jnp.int32), ring, jnp.zeros((rows,), jnp.int32), drafter.init_state(rows, cache.slots, dtype, slots.block))
+            jnp.zeros((rows, cache.slots), jnp.int32), ring, jnp.zeros((rows,), jnp.int32), drafter.init_state(rows, cache.slots, dtype, slots.block),
+            shared_texts.init_texts(drafter.segments, rows, cache.slots))
     return RowState(
         cache=cache, key_B2=jnp.zeros((rows, 2), jnp.uint32), last_token_B=jnp.zeros((rows,), jnp.int32), remaining_B=jnp.zeros((rows,), jnp.int32),
         active_B=jnp.zeros((rows,), bool), draft=draft)
@@ -143,8 +147,12 @@ def admit(decoding: Decoding, weights: Weights, state: RowState, admission: Admi
         tokens_PS = admission.tokens_PIT.reshape(admission.tokens_PIT.shape[0], -1)[:, : draft.tokens_BS.shape[1]]
         text_AS = jnp.pad(tokens_PS, ((0, 0), (0, draft.tokens_BS.shape[1] - tokens_PS.shape[1])))[admission.source_A]
         text_AS = text_AS.at[jnp.arange(len(lengths_A)), lengths_A].set(sampled.token_B, mode="drop")
+        texts = draft.texts
+        if texts is not None and admission.texts is not None:
+            written_AS = jnp.where(jnp.arange(text_AS.shape[1])[None, :] <= lengths_A[:, None], text_AS, shared_texts.NOTHING)
+            texts = shared_texts.enter(texts, admission.slots_A, written_AS, admission.texts)
         new_B = put(jnp.zeros_like(state.active_B), jnp.ones_like(finish_A, bool))
-        draft = DraftState(put(draft.tokens_BS, text_AS), ring_BWF, jnp.where(new_B, 0, draft.reach_B), decoding.drafter.forget(draft.own, new_B))
+        draft = DraftState(put(draft.tokens_BS, text_AS), ring_BWF, jnp.where(new_B, 0, draft.reach_B), decoding.drafter.forget(draft.own, new_B), texts)
     active_B = put(state.active_B, finish_A == 0)
     state = RowState(
         cache=cache.replace(lengths_B=jnp.where(active_B, cache.lengths_B, 0)), key_B2=put(state.key_B2, admission.key_A2),
@@ -184,7 +192,8 @@ def gather_rows(decoding: Decoding, state: RowState, index_B: jax.Array, keep_B:
     active_B = state.active_B[index_B] & keep_B
     if draft is not None:
         ring_BWF = None if draft.ring_BWF is None else draft.ring_BWF[index_B]
-        draft = DraftState(draft.tokens_BS[index_B], ring_BWF, draft.reach_B[index_B], decoding.drafter.gather_rows(draft.own, index_B))
+        draft = DraftState(draft.tokens_BS[index_B], ring_BWF, draft.reach_B[index_B], decoding.drafter.gather_rows(draft.own, index_B),
+                           None if draft.texts is None else shared_texts.gather_rows(draft.texts, index_B))
     return RowState(
         cache=cache.replace(lengths_B=jnp.where(active_B, cache.lengths_B, 0)), key_B2=state.key_B2[index_B], last_token_B=state.last_token_B[index_B],
         remaining_B=state.remaining_B[index_B], active_B=active_B, draft=draft)

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from tlt_jax.decoding import sampling as drawing
-from tlt_jax.decoding import verification
+from tlt_jax.decoding import shared_texts, verification
+from tlt_jax.decoding.shared_texts import SharedTexts
 from tlt_jax.drafters.drafter import Drafter, PolicyView, Root, Window
 from tlt_jax.models import decoder, kv_cache
 from tlt_jax.models.decoder import DecoderOutput
@@ -32,6 +33,7 @@ class DraftState:
     ring_BWF: jax.Array | None  # features of the last W committed positions, position p in column p mod W; None: the drafter reads none
     reach_B: jax.Array  # int32, positions that the drafter has taken in
     own: object  # the drafter's own state
+    texts: SharedTexts | None = None  # for a drafter that looks into other texts
 
 
 @flax.struct.dataclass
@@ -104,9 +106,10 @@ def remember(draft: DraftState, lengths_B: jax.Array, emitted: Round, features_B
     """Text and ring after a round: column j holds the feature of position lengths + j and the token one further on."""
     row_B1, place = jnp.arange(lengths_B.shape[0])[:, None], jnp.arange(emitted.tokens_BJ.shape[1])[None, :]
     position_BJ, real_BJ = lengths_B[:, None] + place, place < emitted.count_B[:, None]
-    slots = draft.tokens_BS.shape[1]
+    text_BJ = jnp.where(real_BJ, position_BJ + 1, draft.tokens_BS.shape[1])
     draft = draft.replace(
-        tokens_BS=draft.tokens_BS.at[row_B1, jnp.where(real_BJ, position_BJ + 1, slots)].set(emitted.tokens_BJ, mode="drop"))
+        tokens_BS=draft.tokens_BS.at[row_B1, text_BJ].set(emitted.tokens_BJ, mode="drop"),
+        texts=None if draft.texts is None else shared_texts.hear(draft.texts, emitted.tokens_BJ, text_BJ))
     if features_BJF is None:
         return draft
     window = draft.ring_BWF.shape[1]
@@ -148,7 +151,7 @@ def speculative_round(decoding: Decoding, weights: Weights, state: RowState, sam
     if drafter.features:
         draft = catch_up(drafter, weights, draft, lengths_B, decoding.width)
     noise_BJV = drawing.race_noise(state.key_B2, lengths_B + 1, decoding.width, spec.vocab_size, sampling)
-    root = Root(state.last_token_B, lengths_B, draft.tokens_BS)
+    root = Root(state.last_token_B, lengths_B, draft.tokens_BS, None if draft.texts is None else shared_texts.readable(draft.texts))
     pick = functools.partial(_pick, noise_BJV, sampling)
     tree = drafter.propose(weights.drafter, PolicyView(weights.policy, state.cache), draft.own, root, pick, strategy)
     zero_B1 = jnp.zeros((rows, 1), jnp.int32)

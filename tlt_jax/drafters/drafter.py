@@ -27,6 +27,7 @@ class Root(NamedTuple):
     token_B: jax.Array
     position_B: jax.Array
     tokens_BS: jax.Array  # the row's text by position; past `position_B` unspecified
+    peers_BKS: jax.Array | None = None  # other texts of the same prompt, −1 past their ends, for a drafter that asks for `segments`
 
 
 class Window(NamedTuple):
@@ -39,13 +40,11 @@ class Window(NamedTuple):
 
 
 class Drafter(Protocol):
-    """What proposes trees. `features` is the width F of the policy's features it reads (0 = none), `capture_layers` where they are taken (empty = final)."""
+    """What proposes trees."""
 
-    @property
-    def features(self) -> int: ...
-
-    @property
-    def capture_layers(self) -> tuple[int, ...]: ...
+    features: int  # width F of the policy's features that it reads; 0 = none
+    capture_layers: tuple[int, ...]  # where they are taken; empty = the final ones
+    segments: int  # texts that a slice keeps for it beside those of the rows; 0 = it looks into no other text
 
     def init_params(self, rng: jax.Array, policy_params: dict) -> dict:
         """Parameters before any training."""
@@ -74,6 +73,7 @@ class Stateless:
 
     features = 0
     capture_layers = ()
+    segments = 0
 
     def init_params(self, rng: jax.Array, policy_params: dict) -> dict:
         """Nothing."""

@@ -66,6 +66,7 @@ class FeatureDrafter:
 
     spec: PolicySpec
     layer_spec: PolicySpec
+    segments = 0
 
     def layer(self, params: dict) -> DraftLayer:
         """The layer with its parameters."""

@@ -1,7 +1,9 @@
-"""Prompt lookup: what followed the last tokens where the row's own text had them before (Saxena's prompt lookup decoding). No parameters.
+"""Prompt lookup: what followed the last tokens where they stood before, in the row's own text (Saxena's prompt lookup decoding) or in another text of the
+same prompt: the samples beside it and answers of earlier steps (as RhymeRL, arXiv 2508.18588, reuses them). No parameters.
 
-The places that match the longest suffix, the latest first, give one chain each. A match close to the end continues periodically, since the text may be
-repeating itself. Without a match the chains are filled with the row's first token and cost their verification.
+The places that match the longest suffix give one chain each; of equal ones the row's own come first, the latest first. A match close to the end of the own
+text continues periodically, since the text may be repeating itself. Without a match the chains are filled with the text's first tokens and cost their
+verification.
 """
 
 import dataclasses
@@ -13,29 +15,33 @@ from tlt_jax.drafters.drafter import Pick, PolicyView, Root, Stateless
 from tlt_jax.records import Tree
 from tlt_jax.strategies import Strategy
 
+NOTHING = -1  # no token, no place
+
 
 @dataclasses.dataclass(frozen=True)
 class PromptLookup(Stateless):
-    """Suffixes of up to `longest` tokens are looked up."""
+    """Suffixes of up to `longest` tokens are looked up; `segments` texts are kept beside the rows' own (0 = none)."""
 
     longest: int = 4
+    segments: int = 0
 
     def propose(self, params: dict, policy: PolicyView, state, root: Root, pick: Pick, strategy: Strategy) -> Tree:
         """As many chains as the budget holds; the branching only bounds the budget."""
-        lengths = chain_lengths(strategy)
-        place_BE = matches(root.tokens_BS, root.position_B, self.longest, len(lengths))
+        lengths, rows = chain_lengths(strategy), root.token_B.shape[0]
+        own_B1S = root.tokens_BS[:, None]
+        texts_BKS = own_B1S if root.peers_BKS is None else jnp.concatenate([own_B1S, root.peers_BKS], axis=1)
+        text_BE, place_BE = matches(texts_BKS, root, self.longest, len(lengths))
         step = jnp.arange(max(lengths))[None, None, :]
-        period_BE = jnp.maximum(root.position_B[:, None] - place_BE, 1)
-        follow = place_BE[:, :, None] + 1 + step % period_BE[:, :, None]
-        rows = root.token_B.shape[0]
-        found = jnp.take_along_axis(root.tokens_BS, jnp.maximum(follow, 0).reshape(rows, -1), axis=1).reshape(follow.shape)
-        tokens = jnp.concatenate([found[:, chain, :length] for chain, length in enumerate(lengths)], axis=1)
+        period_BE = jnp.where(text_BE == 0, jnp.maximum(root.position_B[:, None] - place_BE, 1), max(lengths))
+        place_BEJ = jnp.clip(place_BE[:, :, None] + 1 + step % period_BE[:, :, None], 0, texts_BKS.shape[2] - 1)
+        found_BEJ = jnp.maximum(texts_BKS[jnp.arange(rows)[:, None, None], text_BE[:, :, None], place_BEJ], 0)
+        tokens_BN = jnp.concatenate([found_BEJ[:, chain, :length] for chain, length in enumerate(lengths)], axis=1)
         parents, depths = [], []
         for length in lengths:
             parents += [0, *range(len(depths) + 1, len(depths) + length)]
             depths += range(1, length + 1)
         whole = (rows, strategy.budget)
-        return Tree(tokens, jnp.broadcast_to(jnp.array([parents], jnp.int32), whole), jnp.broadcast_to(jnp.array([depths], jnp.int32), whole))
+        return Tree(tokens_BN, jnp.broadcast_to(jnp.array([parents], jnp.int32), whole), jnp.broadcast_to(jnp.array([depths], jnp.int32), whole))
 
 
 def chain_lengths(strategy: Strategy) -> list[int]:
@@ -44,16 +50,22 @@ def chain_lengths(strategy: Strategy) -> list[int]:
     return [strategy.depth] * whole + [left] * (left > 0)
 
 
-def matches(tokens_BS: jax.Array, position_B: jax.Array, longest: int, count: int) -> jax.Array:
-    """int32 [B, count]: positions before `position_B` that end the longest equal suffixes, best first; −1 where nothing matches."""
-    rows, slots = tokens_BS.shape
-    place = jnp.arange(slots)[None, :]
-    alike_BS, length_BS = jnp.ones((rows, slots), bool), jnp.zeros((rows, slots), jnp.int32)
+def matches(texts_BKS: jax.Array, root: Root, longest: int, count: int) -> tuple[jax.Array, jax.Array]:
+    """(text [B, count], position [B, count]) that end the longest suffixes equal to that of the row's text, best first; position −1 where nothing matches.
+
+    Text 0 is the row's own, of which only positions before the root count; of the others only those that a token follows.
+    """
+    rows, texts, slots = texts_BKS.shape
+    alike_BKS, length_BKS = jnp.ones(texts_BKS.shape, bool), jnp.zeros(texts_BKS.shape, jnp.int32)
     for back in range(longest):
-        wanted_B = jnp.take_along_axis(tokens_BS, jnp.maximum(position_B - back, 0)[:, None], axis=1)
-        shifted_BS = jnp.pad(tokens_BS, ((0, 0), (back, 0)), constant_values=-1)[:, :slots]
-        alike_BS = alike_BS & (shifted_BS == wanted_B) & (position_B[:, None] >= back)
-        length_BS = length_BS + alike_BS
-    length_BS = jnp.where(place < position_B[:, None], length_BS, 0)
-    score, best = jax.lax.top_k((length_BS * slots + place).astype(jnp.float32), count)  # exact below 2^24
-    return jnp.where(score >= slots, best, -1)
+        wanted_B = jnp.take_along_axis(root.tokens_BS, jnp.maximum(root.position_B - back, 0)[:, None], axis=1)[:, 0]
+        shifted_BKS = jnp.pad(texts_BKS, ((0, 0), (0, 0), (back, 0)), constant_values=NOTHING)[:, :, :slots]
+        alike_BKS = alike_BKS & (shifted_BKS == wanted_B[:, None, None]) & (root.position_B >= back)[:, None, None]
+        length_BKS = length_BKS + alike_BKS
+    text, place = jnp.arange(texts)[None, :, None], jnp.arange(slots)[None, None, :]
+    followed_BKS = jnp.pad(texts_BKS[:, :, 1:], ((0, 0), (0, 0), (0, 1)), constant_values=NOTHING) >= 0
+    counts_BKS = jnp.where(text == 0, place < root.position_B[:, None, None], followed_BKS)
+    score_BKS = jnp.where(counts_BKS, length_BKS, 0) * (texts * slots) + (texts - 1 - text) * slots + place
+    score_BE, best_BE = jax.lax.top_k(score_BKS.reshape(rows, -1).astype(jnp.float32), count)  # exact below 2^24
+    matched_BE = score_BE >= texts * slots
+    return jnp.where(matched_BE, best_BE // slots, 0), jnp.where(matched_BE, best_BE % slots, -1)

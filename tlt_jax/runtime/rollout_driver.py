@@ -9,13 +9,16 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
-from tlt_jax.decoding.rollout import PREFILL_ROWS, Admission
+from tlt_jax.decoding.rollout import PREFILL_ROWS
 from tlt_jax.records import SamplingParams
+from tlt_jax.runtime import admissions
 from tlt_jax.runtime.measured_choice import Choice, MeasuredChoice
 from tlt_jax.runtime.programs import SlicePrograms, new_drafter
 from tlt_jax.scheduling import batching
+from tlt_jax.scheduling.peer_texts import AnswerHistory, PeerTexts, Place
 from tlt_jax.scheduling.strategy_selector import SelectorSettings
 from tlt_jax.sharding import movement
 from tlt_jax.sharding.rules import replicated
@@ -55,6 +58,7 @@ class Row:
     """A request in a slot, with what it has emitted so far."""
 
     request: Request
+    place: Place | None = None  # of its text, where rows look into each other's
     tokens: list = dataclasses.field(default_factory=list)
     logprobs: list = dataclasses.field(default_factory=list)
     sampling_logprobs: list = dataclasses.field(default_factory=list)
@@ -125,9 +129,10 @@ def moved(programs: SlicePrograms, state, kept: list[int], rows: int):
 class RolloutDriver:
     """Host side of one slice during a rollout phase."""
 
-    def __init__(self, programs: SlicePrograms, settings: RolloutSettings, drafter_params=None):
-        """`drafter_params` None: made from the policy at the first start."""
+    def __init__(self, programs: SlicePrograms, settings: RolloutSettings, drafter_params=None, history: AnswerHistory | None = None):
+        """`drafter_params` None: made from the policy at the first start. `history` of earlier answers may be shared by drivers; None: nothing is kept."""
         self.programs, self.settings, self.drafter_params = programs, settings, drafter_params
+        self._history = AnswerHistory(0) if history is None else history
         self.state = None
         self.rows: list[Row | None] = []
         self.in_flight: collections.deque[InFlight] = collections.deque()
@@ -149,6 +154,8 @@ class RolloutDriver:
         self.sampling = movement.to_device(sampling, SamplingParams(whole, whole, whole, whole, whole))
         self.stop_ids = movement.to_device(stops, whole)
         self.state, self.rows = None, []
+        drafter = self.programs.drafter
+        self._texts = PeerTexts(drafter.segments, self._history) if drafter is not None and drafter.segments else None
         self.slots = slots_that_fit(self.programs, self.settings, self.length)
 
     def release(self) -> None:
@@ -198,6 +205,8 @@ class RolloutDriver:
             if finish[index] != FINISH_RUNNING:
                 row.done = True
                 self.rows = [None if held is row else held for held in self.rows]
+                if row.place is not None:
+                    self._texts.leave(row.request, row.place, tuple(row.tokens))
                 finished.append(completion(row, int(finish[index]), self.version))
         if flight.choice is not None:
             self.choice.reward(flight.choice, emitted, rows)
@@ -207,30 +216,21 @@ class RolloutDriver:
         for request in requests:
             check_request(request, self.lengths)
         self._fit(max(self.active + len(requests), len(self.rows)))
-        by_prompt = collections.defaultdict(list)
-        for request in requests:
-            by_prompt[request.prompt_ids].append(request)
         capacity = len(self.rows)
-        prompts = sorted(by_prompt, key=len, reverse=True)
-        places = 1 if len(prompts) == 1 else -(-capacity // PREFILL_ROWS) * PREFILL_ROWS
-        tokens, lengths = np.zeros((places, *self.lengths.pieces(self.settings.prefill_tokens // PREFILL_ROWS)), np.int32), np.zeros((places,), np.int32)
-        slots, source = np.full((capacity,), capacity, np.int32), np.zeros((capacity,), np.int32)
-        keys, remaining = np.zeros((capacity, 2), np.uint32), np.ones((capacity,), np.int32)
-        free = [slot for slot, row in enumerate(self.rows) if row is None]
-        entries: list[Row | None] = [None] * capacity
-        entry = 0
-        for index, prompt in enumerate(prompts):
-            tokens[index].reshape(-1)[: len(prompt)], lengths[index] = prompt, len(prompt)
-            for request in by_prompt[prompt]:
-                slots[entry], source[entry] = free[entry], index
-                keys[entry], remaining[entry] = request.noise_words(), request.max_new_tokens
-                self.rows[free[entry]] = entries[entry] = Row(request)
-                entry += 1
-        admission = Admission(tokens, lengths, slots, source, keys, remaining)
+        groups = admissions.by_prompt(requests, [slot for slot, row in enumerate(self.rows) if row is None])
+        entries = [entry for group in groups for entry in group]
+        places, texts = [None] * len(entries), None
+        if self._texts is not None:
+            places, texts = admissions.entering(self._texts, [entry.request for entry in entries], capacity, self.state.cache.slots)
+        rows = [Row(entry.request, place) for entry, place in zip(entries, places, strict=True)]
+        for entry, row in zip(entries, rows, strict=True):
+            self.rows[entry.slot] = row
         whole = replicated(self.programs.mesh)
-        admission = movement.to_device(admission, Admission(*(whole for _ in admission)))
+        admission = admissions.admission(groups, capacity, self.lengths.pieces(self.settings.prefill_tokens // PREFILL_ROWS), texts)
+        admission = movement.to_device(admission, jax.tree.map(lambda _: whole, admission))
         self.state, sampled, finish = self.programs.admit(self.params, self.state, admission, self.sampling, self.stop_ids)
-        self.in_flight.append(InFlight(sampled.token_B, sampled.logprob_B, sampled.sampling_logprob_B, finish, entries))
+        rows += [None] * (capacity - len(rows))
+        self.in_flight.append(InFlight(sampled.token_B, sampled.logprob_B, sampled.sampling_logprob_B, finish, rows))
 
     def _fit(self, needed: int) -> None:
         """Bring the number of slots to the bucket that holds `needed` rows; active rows move to the front."""

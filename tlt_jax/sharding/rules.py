@@ -30,6 +30,8 @@ SLICE_AXIS_OF = {"vocab": "tensor", "heads": "tensor", "kv_heads": "tensor", "hi
 STATE_DIMENSIONS = {
     "keys_LBKSC": ("layers", "rows", "kv_heads", "slots", "channels"),
     "values_LBKSC": ("layers", "rows", "kv_heads", "slots", "channels"),
+    "segments_MS": ("inner", "inner"),
+    "group_M": ("inner",),
 }
 
 

@@ -1,6 +1,6 @@
 """Times rollouts on this machine, plain and speculative side by side: rows × strategies, compilation and prefill apart.
 
-It never tunes to its inputs: every row decodes exactly `new_tokens` tokens (stop ids are ignored), the same prompts for every repeat. The strategies of one
+It never tunes to its inputs: every row decodes exactly `new_tokens` tokens (stop ids are ignored), the same prompts for every repeat, none of whose answers are kept for the next. The strategies of one
 number of rows take turns, forward and backward (ABBA), so that a slow spell of the machine falls on all of them.
 """
 
@@ -67,7 +67,7 @@ def rollout(config: Config, plan: Plan) -> list[dict]:
     if max(plan.rows) > len(prompts):
         raise ValueError(f"{max(plan.rows)} rows need as many prompts, and {task.name} has {len(prompts)}: lower --rows")
     model = dataclasses.replace(model, stop_ids=())
-    engine, weights = open_engine(copy_with(config, {"rollout.slots": max(plan.rows)}), model, prompts[: max(plan.rows)])
+    engine, weights = open_engine(copy_with(config, {"rollout.slots": max(plan.rows), "drafter.lookup_history": 0}), model, prompts[: max(plan.rows)])
     strategies = [OFF] if config.speculative.method == "off" else [OFF, *parse_strategies(config.speculative.strategies)]
     records = []
     for count in plan.rows:

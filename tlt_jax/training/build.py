@@ -21,6 +21,7 @@ from tlt_jax.optimizers import OptimizerSettings
 from tlt_jax.rewards.items import PoolSettings, Scorer
 from tlt_jax.runtime.programs import SlicePrograms, init_program
 from tlt_jax.runtime.rollout_driver import RolloutDriver, RolloutSettings
+from tlt_jax.scheduling.peer_texts import AnswerHistory
 from tlt_jax.scheduling.strategy_selector import SelectorSettings
 from tlt_jax.sharding.meshes import Meshes, build_meshes
 from tlt_jax.strategies import parse_strategies
@@ -191,7 +192,8 @@ def make_drivers(config: Config, spec: PolicySpec, meshes: Meshes, *, compile_ah
 
     ring = config.drafter.catchup_window
     programs = [SlicePrograms(spec, mesh, dtype, block=cache_block(), drafter=drafter, ring=ring) for mesh in meshes.slices]
-    return [RolloutDriver(one, settings, params) for one in programs]
+    history = AnswerHistory(config.drafter.lookup_history)
+    return [RolloutDriver(one, settings, params, history) for one in programs]
 
 
 def selector_settings(config: Config) -> SelectorSettings:

@@ -10,6 +10,7 @@ from tlt_jax.drafters.truncated import Truncated
 from tlt_jax.models.specs import PolicySpec
 from tlt_jax.training.settings import Config
 
+TEXTS_A_SLOT = 2  # that prompt_lookup keeps: the rows' own, and finished ones or earlier answers
 AUTO_SHARE = 4  # drafter.truncated_layers=0: a quarter of the layers
 
 
@@ -24,7 +25,7 @@ def make_drafter(config: Config, spec: PolicySpec) -> Drafter | None:
     if method == "off":
         return None
     if method == "prompt_lookup":
-        return PromptLookup(settings.lookup_length)
+        return PromptLookup(settings.lookup_length, TEXTS_A_SLOT * config.rollout.slots)
     if method == "truncated":
         layers = settings.truncated_layers or max(1, spec.num_layers // AUTO_SHARE)
         if layers > spec.num_layers:

@@ -227,6 +227,7 @@ def _drafter() -> dict:
         "draft_vocab_size": (0, "tokens a new eagle or eagle3 drafter can propose, the lowest ids; 0 = all", FROM_0),
         "truncated_layers": (0, "method truncated: first layers of the policy that draft; 0 = a quarter of them", FROM_0),
         "lookup_length": (4, "method prompt_lookup: longest suffix that is looked up", FROM_1),
+        "lookup_history": (2, "method prompt_lookup: answers of earlier steps that are kept of each prompt", FROM_0),
         "catchup_window": (512, "positions of features kept of each row, from which a drafter that is switched on late starts", FROM_1),
     }
 
