@@ -1,7 +1,8 @@
 """Times rollouts on this machine, plain and speculative side by side: rows × strategies, compilation and prefill apart.
 
-It never tunes to its inputs: every row decodes exactly `new_tokens` tokens (stop ids are ignored), the same prompts for every repeat, none of whose answers are kept for the next. The strategies of one
-number of rows take turns, forward and backward (ABBA), so that a slow spell of the machine falls on all of them.
+It never tunes to its inputs: every row decodes exactly `new_tokens` tokens (stop ids are ignored), each repeat takes the next prompts of the task, and no
+answers are kept. The strategies of one number of rows take turns on the same prompts, forward and backward (ABBA), so that a slow spell of the machine falls
+on all of them.
 """
 
 import dataclasses
@@ -45,7 +46,8 @@ class Arm:
     engine: Engine
     warm_up: float = 0.0
     compiles: int = 0
-    accept_length: float = 1.0
+    tokens: int = 0
+    forwards: int = 0
     prefills: list[float] = dataclasses.field(default_factory=list)
     totals: list[float] = dataclasses.field(default_factory=list)
 
@@ -56,7 +58,7 @@ class Arm:
 
     def seconds(self) -> list[float]:
         """Decoding alone, of each repeat."""
-        return [total - statistics.median(self.prefills) for total in self.totals]
+        return [total - prefill for total, prefill in zip(self.totals, self.prefills, strict=True)]
 
 
 def rollout(config: Config, plan: Plan) -> list[dict]:
@@ -67,18 +69,24 @@ def rollout(config: Config, plan: Plan) -> list[dict]:
     if max(plan.rows) > len(prompts):
         raise ValueError(f"{max(plan.rows)} rows need as many prompts, and {task.name} has {len(prompts)}: lower --rows")
     model = dataclasses.replace(model, stop_ids=())
-    engine, weights = open_engine(copy_with(config, {"rollout.slots": max(plan.rows), "drafter.lookup_history": 0}), model, prompts[: max(plan.rows)])
+    taken = prompts[: max(plan.rows) * plan.repeats]
+    engine, weights = open_engine(copy_with(config, {"rollout.slots": max(plan.rows), "drafter.lookup_history": 0}), model, taken)
     strategies = [OFF] if config.speculative.method == "off" else [OFF, *parse_strategies(config.speculative.strategies)]
     records = []
     for count in plan.rows:
         arms = [Arm(strategy, _with_strategy(engine, strategy)) for strategy in strategies]
-        _measure(arms, weights, prompts[:count], plan)
+        _measure(arms, weights, [_rotated(taken, repeat * count)[:count] for repeat in range(plan.repeats)], plan)
         for arm in arms:
             records.append(_record(arm, arms[0], count, plan) | {
                 "dtype": build.resolve_dtype(config, "rollout"), "temperature": config.rollout.temperature, "drafter": config.speculative.method,
                 "jax": jax.__version__, "device": jax.devices()[0].device_kind, "slices": len(engine.drivers)})
             print(table(records[-1:], header=len(records) == 1), flush=True)
     return records
+
+
+def _rotated(prompts: list[Prompt], start: int) -> list[Prompt]:
+    start %= len(prompts)
+    return prompts[start:] + prompts[:start]
 
 
 def _with_strategy(engine: Engine, strategy: Strategy) -> Engine:
@@ -92,28 +100,29 @@ def _with_strategy(engine: Engine, strategy: Strategy) -> Engine:
     return dataclasses.replace(engine, drivers=[driver(one) for one in engine.drivers])
 
 
-def _measure(arms: Sequence[Arm], weights: Weights, prompts: Sequence[Prompt], plan: Plan) -> None:
+def _measure(arms: Sequence[Arm], weights: Weights, batches: Sequence[Sequence[Prompt]], plan: Plan) -> None:
     for arm in arms:
         compiles, started = compile_counter().count, time.monotonic()
-        _run(arm, weights, prompts, plan.new_tokens)
-        _run(arm, weights, prompts, 1)
+        _run(arm, weights, batches[0], plan.new_tokens)
+        _run(arm, weights, batches[0], 1)
         arm.warm_up, arm.compiles = time.monotonic() - started, compile_counter().count - compiles
-    for repeat in range(plan.repeats):
+    for repeat, prompts in enumerate(batches):
         for arm in arms if repeat % 2 == 0 else reversed(arms):
-            arm.prefills.append(_run(arm, weights, prompts, 1))
-            arm.totals.append(_run(arm, weights, prompts, plan.new_tokens))
+            arm.prefills.append(_run(arm, weights, prompts, 1)[0])
+            seconds, tokens, forwards = _run(arm, weights, prompts, plan.new_tokens)
+            arm.totals.append(seconds)
+            arm.tokens, arm.forwards = arm.tokens + tokens, arm.forwards + forwards
 
 
-def _run(arm: Arm, weights: Weights, prompts: Sequence[Prompt], new_tokens: int) -> float:
-    """Seconds of one rollout; notes tokens for each forward of the policy."""
+def _run(arm: Arm, weights: Weights, prompts: Sequence[Prompt], new_tokens: int) -> tuple[float, int, int]:
+    """(seconds, tokens, forwards of the policy for each row, added up) of one rollout."""
     engine = dataclasses.replace(arm.engine, config=copy_with(arm.engine.config, {"rollout.max_new_tokens": new_tokens}))
     done, started = [], time.monotonic()
     engine.run(weights, prompts, Phase("bench", 1, engine.config.rollout.temperature, GENERATE_STEP), done.append)
     seconds = time.monotonic() - started
-    arm.accept_length = sum(len(one.token_ids) for one in done) / sum(one.forwards for one in done)
     for used, kept in zip(engine.drivers, arm.engine.drivers, strict=True):
         kept.drafter_params = used.drafter_params
-    return seconds
+    return seconds, sum(len(one.token_ids) for one in done), sum(one.forwards for one in done)
 
 
 def _record(arm: Arm, plain: Arm, count: int, plan: Plan) -> dict:
@@ -121,7 +130,7 @@ def _record(arm: Arm, plain: Arm, count: int, plan: Plan) -> dict:
     lowest, ratio, highest = _ratio(plain.seconds(), arm.seconds())
     return {
         "rows": count, "strategy": arm.name, "new_tokens": plan.new_tokens, "repeats": plan.repeats, "tokens_per_second": statistics.median(rates),
-        "lowest": min(rates), "highest": max(rates), "ratio_to_plain": ratio, "ratio_interval": [lowest, highest], "accept_length": arm.accept_length,
+        "lowest": min(rates), "highest": max(rates), "ratio_to_plain": ratio, "ratio_interval": [lowest, highest], "accept_length": arm.tokens / arm.forwards,
         "prefill_seconds": statistics.median(arm.prefills), "warm_up_seconds": arm.warm_up, "compiles": arm.compiles}
 
 
