@@ -30,6 +30,7 @@ def get_config() -> ConfigDict:
     config.batch.tokens_per_microbatch = 2048
     config.rollout.max_new_tokens = 128
     config.rollout.slots = 16
+    fragments.lookup_speculation(config)
     config.optimizer.lr = 5e-6
 
     config.checkpoint.every_steps = 0

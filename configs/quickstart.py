@@ -13,6 +13,7 @@ Result:    held-out accuracy (answers sampled at temperature 1, none of the prob
 
 from ml_collections import ConfigDict
 
+from configs import fragments
 from tlt_jax.tasks.arithmetic import ALPHABET
 from tlt_jax.training.settings import default_config
 
@@ -36,6 +37,7 @@ def get_config() -> ConfigDict:
     config.algorithm.num_generations = 8
     config.rollout.max_new_tokens = 96
     config.rollout.slots = 64
+    fragments.lookup_speculation(config)
     config.optimizer.update({"lr": 3e-4, "warmup_ratio": 0.05, "b2": 0.95})
     config.mesh.train.update({"data": 1, "fsdp": -1, "tensor": 1})
 

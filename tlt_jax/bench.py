@@ -12,18 +12,20 @@ from tlt_jax.training.command_line import load_config
 DESCRIPTION = """Time rollouts of a model on the prompts of a task: decode tokens per second for each number of rows, prefill and compilation apart. Every row
 decodes exactly --new_tokens tokens. With a drafter each of speculative.strategies is measured in turns with plain decoding. Read from the config: model, data,
 rollout, speculative, drafter, mesh, precision, seed. `verify` compares how often a draft token is accepted under coupled noise, greedy candidates and rejection
-sampling, on the answers of the first --rows prompts."""
+sampling, on the answers of the first --rows prompts. `replay` runs speculative.selector on the speeds that `rollout` wrote with --output, and says what its
+choices cost."""
 EXAMPLE = "python -m tlt_jax.bench rollout --model=runs/quickstart --rows=4,16 --new_tokens=64"
 
 
 def _flags(parser) -> None:
-    parser.add_argument("what", choices=("rollout", "verify"), help="speed, or acceptance by verification rule")
+    parser.add_argument("what", choices=("rollout", "verify", "replay"), help="speed, acceptance by verification rule, or the selector's choices")
     parser.add_argument("--model", metavar="DIR", help="Hugging Face directory, .gguf file, workdir of a run or hub id")
     parser.add_argument("--drafter", metavar="DIR", help="EAGLE or EAGLE-3 directory; other drafters by speculative.method")
     parser.add_argument("--rows", default="1,4,16,64", help="numbers of rows, comma-separated")
     parser.add_argument("--new_tokens", type=int, default=128, help="tokens that every row decodes")
     parser.add_argument("--repeats", type=int, default=3, help="timed runs after one that compiles")
     parser.add_argument("--candidates", type=int, default=4, help="verify: candidates m of coupled-m and greedy-m")
+    parser.add_argument("--table", metavar="FILE.json", help="replay: records of bench rollout")
     parser.add_argument("--output", metavar="FILE.json", help="write the records here too")
 
 
@@ -40,6 +42,11 @@ def main(argv: list[str]) -> int:
             raise ValueError("--rows and --repeats are at least 1, --new_tokens at least 2")
         if args.drafter:
             drafting.use_files(config, args.drafter)
+        if args.what == "replay":
+            if not args.table:
+                raise ValueError("replay needs --table=FILE.json, which bench rollout --output wrote")
+            print(benchmark.replay_selector(config, benchmark.read(args.table)))
+            return 0
         plan = benchmark.Plan(rows, args.new_tokens, args.repeats)
         if args.what == "rollout":
             records = benchmark.rollout(config, plan)

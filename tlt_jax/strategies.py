@@ -25,6 +25,11 @@ class Strategy(NamedTuple):
 OFF = Strategy(0, 0, 0)
 
 
+def strategy_name(strategy: Strategy) -> str:
+    """As in speculative.strategies; plain for no drafting."""
+    return "_".join(map(str, strategy)) if strategy.depth else "plain"
+
+
 def parse_strategies(text: str) -> tuple[Strategy, ...]:
     """Comma-separated depth_branching_budget, as in "4_2_8,6_1_6". Raises ValueError for a tree that cannot be built."""
     return tuple(_parse(part.strip()) for part in text.split(",") if part.strip())

@@ -2,13 +2,13 @@
 
 import dataclasses
 import json
-import random
 
 import hypothesis
 import pytest
 from hypothesis import strategies as draws
 
-from tlt_jax.scheduling.strategy_selector import Observation, Outcome, SelectorSettings, SelectorState, choose, record
+from tlt_jax.scheduling.selector_replay import Conditions, replay
+from tlt_jax.scheduling.strategy_selector import Observation, Outcome, SelectorSettings, SelectorState, choose, record, with_cost
 from tlt_jax.strategies import OFF, Strategy
 
 SHORT, LONG = Strategy(3, 1, 3), Strategy(6, 2, 12)
@@ -19,59 +19,44 @@ TABLE = {1: {OFF: 30, SHORT: 40, LONG: 48}, 4: {OFF: 22, SHORT: 27, LONG: 25}, 1
 USELESS = {rows: {OFF: 30, SHORT: 21, LONG: 15} for rows in (1, 4, 16)}
 
 
-def replay(settings, table, dispatches=4000, seconds=0.1, noise=0.1, state=None, seed=1):
-    """(state, seconds spent, seconds the best arm of each bucket would have taken for the same tokens, arms by rows)."""
-    state, generator, spent, best, chosen = state or SelectorState(), random.Random(seed), 0.0, 0.0, {rows: [] for rows in table}
-    for turn in range(dispatches):
-        rows = list(table)[turn * len(table) // dispatches]
-        seen = Observation(rows, 100, READY)
-        state, arm = choose(settings, state, seen)
-        tokens = table[rows][arm] * seconds
-        measured = seconds * generator.lognormvariate(0, noise)
-        state = record(settings, state, seen, Outcome(arm, tokens, measured, False))
-        spent, best = spent + seconds, best + tokens / max(table[rows].values())
-        chosen[rows].append(arm)
-    return state, spent, best, chosen
-
-
 @pytest.mark.parametrize("rows", TABLE)
 def test_it_loses_at_most_5_percent_against_the_best_arm_of_every_bucket(rows):
-    _, spent, best, chosen = replay(SETTINGS, {rows: TABLE[rows]}, dispatches=2000)
-    assert spent / best <= 1.05
-    assert max(set(chosen[rows]), key=chosen[rows].count) == max(TABLE[rows], key=TABLE[rows].get)
+    done = replay(SETTINGS, {rows: TABLE[rows]}, Conditions(dispatches=2000))
+    assert done.spent / done.best <= 1.05
+    assert max(set(done.chosen[rows]), key=done.chosen[rows].count) == max(TABLE[rows], key=TABLE[rows].get)
 
 
 def test_over_a_rollout_that_shrinks_from_16_rows_to_1_it_loses_at_most_5_percent():
-    _, spent, best, _ = replay(SETTINGS, {16: TABLE[16], 4: TABLE[4], 1: TABLE[1]}, dispatches=3000)
-    assert spent / best <= 1.05
+    done = replay(SETTINGS, {16: TABLE[16], 4: TABLE[4], 1: TABLE[1]}, Conditions(dispatches=3000))
+    assert done.spent / done.best <= 1.05
 
 
 def test_a_useless_drafter_costs_at_most_3_percent():
-    _, spent, best, _ = replay(SETTINGS, USELESS)
-    assert spent / best <= 1.03
+    done = replay(SETTINGS, USELESS)
+    assert done.spent / done.plain <= 1.03
 
 
 def test_it_switches_on_and_off_again_when_what_pays_changes():
-    state, _, _, first = replay(SETTINGS, {1: TABLE[1]}, dispatches=1500)
-    state, _, _, then = replay(SETTINGS, {1: USELESS[1]}, dispatches=3000, state=state)
-    _, _, _, back = replay(SETTINGS, {1: TABLE[1]}, dispatches=3000, state=state)
-    assert first[1][-100:].count(LONG) > 80 and then[1][-100:].count(OFF) > 80 and back[1][-100:].count(LONG) > 80
+    first = replay(SETTINGS, {1: TABLE[1]}, Conditions(dispatches=1500))
+    then = replay(SETTINGS, {1: USELESS[1]}, Conditions(dispatches=3000), first.state)
+    back = replay(SETTINGS, {1: TABLE[1]}, Conditions(dispatches=3000), then.state)
+    assert first.chosen[1][-100:].count(LONG) > 80 and then.chosen[1][-100:].count(OFF) > 80 and back.chosen[1][-100:].count(LONG) > 80
 
 
 def test_time_spent_beyond_the_best_arm_stays_within_the_budget():
-    state, *_ = replay(SETTINGS, USELESS, noise=0.0)
+    state = replay(SETTINGS, USELESS, Conditions(noise=0.0)).state
     assert state.overspent <= SETTINGS.credit_seconds + SETTINGS.explore_fraction * state.seconds + 0.1
 
 
 @pytest.mark.parametrize("kind", ["beg", "ucb1"])
 def test_every_arm_of_a_bucket_is_tried(kind):
-    _, _, _, chosen = replay(dataclasses.replace(SETTINGS, kind=kind), {4: TABLE[4]}, dispatches=400)
-    assert set(chosen[4]) == {OFF, SHORT, LONG}
+    done = replay(dataclasses.replace(SETTINGS, kind=kind), {4: TABLE[4]}, Conditions(dispatches=400))
+    assert set(done.chosen[4]) == {OFF, SHORT, LONG}
 
 
 def test_ucb1_settles_on_the_best_arm():
-    _, _, _, chosen = replay(dataclasses.replace(SETTINGS, kind="ucb1"), {1: TABLE[1]}, dispatches=1000)
-    assert chosen[1][-200:].count(LONG) > 120
+    done = replay(dataclasses.replace(SETTINGS, kind="ucb1"), {1: TABLE[1]}, Conditions(dispatches=1000))
+    assert done.chosen[1][-200:].count(LONG) > 120
 
 
 def test_fixed_always_takes_the_first_strategy_when_rows_are_few_and_it_is_compiled():
@@ -104,10 +89,40 @@ def test_a_dispatch_that_compiled_is_not_rewarded():
 
 
 def test_what_was_learned_in_one_bucket_is_the_first_guess_in_the_next():
-    state, *_ = replay(SETTINGS, {1: TABLE[1]}, dispatches=1500)
+    state = replay(SETTINGS, {1: TABLE[1]}, Conditions(dispatches=1500)).state
     seen, no_time = Observation(2, 100, READY), dataclasses.replace(SETTINGS, explore_fraction=1e-9, credit_seconds=0.0)
     state = record(no_time, state, seen, Outcome(OFF, 5, 0.1, False))
     assert choose(no_time, state, seen)[1] == LONG
+
+
+NO_TIME = dataclasses.replace(SETTINGS, explore_fraction=1e-9, credit_seconds=0.0)
+
+
+def costed(rows, **seconds):
+    state = SelectorState()
+    for arm, cost in zip((OFF, SHORT, LONG), seconds.values(), strict=True):
+        state = with_cost(state, rows, arm, cost)
+    return state
+
+
+def test_measured_costs_decide_the_first_choice():
+    cheap, dear = costed(1, plain=1.0, short=1.1, long=3.0), costed(1, plain=1.0, short=2.0, long=3.0)
+    assert choose(NO_TIME, cheap, Observation(1, 10, READY))[1] == SHORT
+    assert choose(NO_TIME, dear, Observation(1, 10, READY))[1] == OFF
+
+
+def test_what_rounds_committed_with_one_row_decides_with_costs_where_nothing_was_measured():
+    costs = with_cost(with_cost(with_cost(costed(1, plain=1, short=1, long=1), 4, OFF, 1.0), 4, SHORT, 2.0), 4, LONG, 2.0)
+    for tokens, expected in ((1.0, OFF), (6.0, LONG)):
+        state = record(NO_TIME, costs, Observation(1, 10, READY), Outcome(LONG, tokens * 8, 8.0, False, rounds=8))
+        assert choose(NO_TIME, state, Observation(4, 10, READY))[1] == expected
+
+
+def test_a_measurement_counts_more_than_the_cost_model():
+    state = costed(1, plain=1.0, short=1.1, long=3.0)
+    for arm, tokens in ((OFF, 10), (SHORT, 5)):
+        state = record(NO_TIME, state, Observation(1, 10, READY), Outcome(arm, tokens, 1.0, False))
+    assert choose(NO_TIME, state, Observation(1, 10, READY))[1] == OFF
 
 
 observations = draws.tuples(draws.integers(1, 64), draws.integers(1, 5000), draws.sets(draws.sampled_from([SHORT, LONG])), draws.floats(0.001, 2.0),
@@ -123,6 +138,6 @@ def test_equal_observations_give_equal_choices_from_a_saved_state_too(events, ki
         state, arm = choose(settings, state, seen)
         other, again = choose(settings, SelectorState.from_json(json.loads(json.dumps(other.to_json()))), seen)
         assert arm == again and (arm == OFF or arm in ready)
-        outcome = Outcome(arm, tokens, seconds, compiled)
+        outcome = Outcome(arm, tokens, seconds, compiled, rounds=2)
         state, other = record(settings, state, seen, outcome), record(settings, other, seen, outcome)
-    assert {key: value for key, value in state.rates.items()} == dict(other.rates)
+    assert dict(state.rates) == dict(other.rates) and dict(state.accepted) == dict(other.accepted)

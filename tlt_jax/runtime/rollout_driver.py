@@ -6,7 +6,6 @@ out requests and says how many rows this slice may hold.
 
 import collections
 import dataclasses
-import functools
 from typing import NamedTuple
 
 import jax
@@ -14,15 +13,16 @@ import numpy as np
 
 from tlt_jax.decoding.rollout import PREFILL_ROWS
 from tlt_jax.records import SamplingParams
-from tlt_jax.runtime import admissions
+from tlt_jax.runtime import admissions, resizing
 from tlt_jax.runtime.measured_choice import Choice, MeasuredChoice
 from tlt_jax.runtime.programs import SlicePrograms, new_drafter
 from tlt_jax.scheduling import batching
+from tlt_jax.scheduling.compile_plan import compile_plan
 from tlt_jax.scheduling.peer_texts import AnswerHistory, PeerTexts, Place
 from tlt_jax.scheduling.strategy_selector import SelectorSettings
 from tlt_jax.sharding import movement
 from tlt_jax.sharding.rules import replicated
-from tlt_jax.strategies import FINISH_REASONS, FINISH_RUNNING, OFF, Completion, Request
+from tlt_jax.strategies import FINISH_REASONS, FINISH_RUNNING, Completion, Request, Strategy
 
 IN_FLIGHT = 2  # dispatches queued: the next one starts before the last one's flags are read
 ROW_BUCKETS = (1, 4, 16, 64, 256, 1024)  # no 2: measured on CPU, two rows cost what four do
@@ -39,6 +39,7 @@ class RolloutSettings:
     memory_fraction: float = 1.0  # share of the slice's free memory that the cache may take
     selector: SelectorSettings = SelectorSettings("fixed", ())  # how rounds are drafted; strategies need programs with a drafter
     compile_ahead: bool = False  # compile with the first rows what a phase may shrink to later: for runs of many phases
+    max_programs: int = 24  # decode programs, counted over numbers of rows and strategies
 
 
 class Lengths(NamedTuple):
@@ -118,14 +119,6 @@ def slots_that_fit(programs: SlicePrograms, settings: RolloutSettings, length: i
     return min(settings.slots, budget // row)
 
 
-def moved(programs: SlicePrograms, state, kept: list[int], rows: int):
-    """A state of `rows` slots whose first ones are the `kept` ones of the old state."""
-    index, keep = np.zeros((rows,), np.int32), np.zeros((rows,), bool)
-    index[: len(kept)], keep[: len(kept)] = kept, True
-    whole = replicated(programs.mesh)
-    return programs.gather(state, *movement.to_device((index, keep), (whole, whole)))
-
-
 class RolloutDriver:
     """Host side of one slice during a rollout phase."""
 
@@ -136,7 +129,6 @@ class RolloutDriver:
         self.state = None
         self.rows: list[Row | None] = []
         self.in_flight: collections.deque[InFlight] = collections.deque()
-        self._rounds = functools.partial(programs.advance, rounds=settings.rounds_per_dispatch)
         self.choice = MeasuredChoice(settings.selector)
         self._compiled: set[tuple[int, int]] = set()  # (rows, length) whose smaller sizes are compiled
 
@@ -157,6 +149,8 @@ class RolloutDriver:
         drafter = self.programs.drafter
         self._texts = PeerTexts(drafter.segments, self._history) if drafter is not None and drafter.segments else None
         self.slots = slots_that_fit(self.programs, self.settings, self.length)
+        self._plan = compile_plan(row_buckets(self.slots), self.settings.selector, self.settings.max_programs)
+        self.choice.start()
 
     def release(self) -> None:
         """Free rollout memory: cache and the view of the parameters."""
@@ -192,7 +186,7 @@ class RolloutDriver:
         one = np.ones(len(finish), np.int32)
         counts, forwards = (one, one) if flight.counts is None else movement.to_host(flight.counts)
         finished = []
-        emitted = rows = 0
+        emitted = rows = rounds = 0
         for index, row in enumerate(flight.rows):
             if row is None or row.done:
                 continue
@@ -201,15 +195,17 @@ class RolloutDriver:
             row.logprobs += np.atleast_1d(logprobs[index])[:count].tolist()
             row.sampling_logprobs += np.atleast_1d(sampling_logprobs[index])[:count].tolist()
             row.forwards += int(forwards[index])
-            emitted, rows = emitted + count, rows + 1
+            emitted, rows, rounds = emitted + count, rows + 1, max(rounds, int(forwards[index]))
             if finish[index] != FINISH_RUNNING:
                 row.done = True
                 self.rows = [None if held is row else held for held in self.rows]
                 if row.place is not None:
                     self._texts.leave(row.request, row.place, tuple(row.tokens))
                 finished.append(completion(row, int(finish[index]), self.version))
-        if flight.choice is not None:
-            self.choice.reward(flight.choice, emitted, rows)
+        if flight.choice is None:
+            self.choice.passed()
+        elif rows:
+            self.choice.reward(flight.choice, emitted, rows, rounds)
         return finished
 
     def _admit(self, requests: list[Request]) -> None:
@@ -238,28 +234,23 @@ class RolloutDriver:
         if self.state is None:
             self.state, self.rows = self.programs.init_state(bucket, self.length), [None] * bucket
             if self.settings.compile_ahead and (bucket, self.length) not in self._compiled:
-                self._compile_ahead(bucket)
+                plan = {size: strategies for size, strategies in self._plan.items() if size <= bucket}
+                costs = resizing.compile_ahead(self.programs, self.state, plan, self._run, timed=self.settings.selector.kind != "fixed")
+                self.choice.measured(costs)
+                self._compiled.add((bucket, self.length))
         if bucket == len(self.rows):
             return
         kept = [slot for slot, row in enumerate(self.rows) if row is not None]
-        self.state = moved(self.programs, self.state, kept, bucket)
+        self.state = resizing.moved(self.programs, self.state, kept, bucket)
         self.rows = [self.rows[slot] for slot in kept] + [None] * (bucket - len(kept))
 
-    def _compile_ahead(self, bucket: int) -> None:
-        """Which sizes a phase shrinks through depends on the answers: all run once now, on empty rows, which ends at once; no later step compiles."""
-        larger, selector = [], self.settings.selector
-        for size in reversed([size for size in row_buckets(self.slots) if size <= bucket]):
-            empty = [moved(self.programs, state, [], size) for state in larger] or [moved(self.programs, self.state, [], size)]
-            state = empty[0]
-            for strategy in (OFF, *(selector.strategies if size <= selector.max_rows else ())):
-                state, _ = self._rounds(self.params, state, self.sampling, self.stop_ids, strategy=strategy)
-            larger.append(state)
-        self._compiled.add((bucket, self.length))
+    def _run(self, state, strategy: Strategy):
+        return self.programs.advance(self.params, state, self.sampling, self.stop_ids, rounds=self.settings.rounds_per_dispatch, strategy=strategy)
 
     def _advance(self) -> None:
         longest = max(len(row.request.prompt_ids) + len(row.tokens) for row in self.rows if row is not None)
-        choice = self.choice.next(len(self.rows), longest)
-        self.state, emitted = self._rounds(self.params, self.state, self.sampling, self.stop_ids, strategy=choice.strategy)
+        choice = self.choice.next(len(self.rows), longest, self._plan[len(self.rows)])
+        self.state, emitted = self._run(self.state, choice.strategy)
         self.in_flight.append(
             InFlight(
                 emitted.tokens_BR, emitted.logprobs_BR, emitted.sampling_logprobs_BR, emitted.finish_B, list(self.rows),

@@ -3,6 +3,9 @@
 A bandit for each bucket of active rows (and of long texts), after TLT's bucketed ε-greedy, with exploration bounded in time and not in tries: an arm that is
 not the best is tried only while all time spent beyond the best arm stays below `explore_fraction` of the rollout's time. Pure: `choose` and `record` take a
 state and what was seen, and return the next state; the same observations give the same choices. What is compiled and when it runs is decided elsewhere.
+
+An arm that was never measured in a bucket is judged by the cost model: tokens that its rounds committed anywhere (before the first, a guess by depth), over
+the seconds that its round took there when it was compiled.
 """
 
 import bisect
@@ -19,6 +22,7 @@ ROW_EDGES = (1, 2, 4, 8, 16, 32, 64, 128)  # a bucket holds the numbers of rows 
 LONG_TEXT = 2048  # tokens of a row from which acceptance and costs are learned apart
 UCB_WIDTH = 0.1  # rates of one arm spread by about a tenth
 UNKNOWN_LOSS = 0.5  # share of a try's time that an arm nobody has measured is taken to waste
+LEVEL_ACCEPTANCE = 0.4  # taken for a draft level of an arm that was never tried: a mediocre drafter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,14 +67,24 @@ class Outcome(NamedTuple):
     tokens: float  # committed for each active row
     seconds: float
     compiled: bool  # a compilation ran in it: its time says nothing
+    rounds: int = 1
+
+
+_COUNTERS = ("choices", "calm", "seconds", "overspent", "dispatches")
 
 
 @dataclasses.dataclass(frozen=True)
 class SelectorState:
-    """What has been measured. `rates`: latest committed tokens per second and active row, by (bucket, strategy); `tried`: when an arm was chosen last."""
+    """What has been measured.
+
+    `rates`: latest committed tokens per second and active row, by (bucket, strategy); `tried`: when an arm was chosen last; `costs`: seconds of one round,
+    measured when it was compiled; `accepted`: latest tokens of a round of one row, by strategy.
+    """
 
     rates: Mapping[tuple[Bucket, Strategy], tuple[float, ...]] = dataclasses.field(default_factory=dict)
     tried: Mapping[tuple[Bucket, Strategy], int] = dataclasses.field(default_factory=dict)
+    costs: Mapping[tuple[Bucket, Strategy], float] = dataclasses.field(default_factory=dict)
+    accepted: Mapping[Strategy, tuple[float, ...]] = dataclasses.field(default_factory=dict)
     choices: int = 0
     calm: int = 0  # choices in a row with few rows
     seconds: float = 0.0
@@ -78,9 +92,10 @@ class SelectorState:
     dispatches: int = 0
 
     def to_json(self) -> dict:
-        """As plain values for a checkpoint."""
+        """As plain values for a checkpoint; costs are left out, since each process measures its own."""
         arms = [[*bucket, *strategy, list(rates), self.tried.get((bucket, strategy), 0)] for (bucket, strategy), rates in self.rates.items()]
-        return {name: value for name, value in vars(self).items() if name not in ("rates", "tried")} | {"arms": arms}
+        accepted = [[*strategy, list(tokens)] for strategy, tokens in self.accepted.items()]
+        return {name: vars(self)[name] for name in _COUNTERS} | {"arms": arms, "accepted": accepted}
 
     @staticmethod
     def from_json(value: dict) -> "SelectorState":
@@ -88,7 +103,8 @@ class SelectorState:
         keys = [(Bucket(rows, long), Strategy(*strategy)) for rows, long, *strategy, _, _ in value["arms"]]
         rates = {key: tuple(arm[-2]) for key, arm in zip(keys, value["arms"], strict=True)}
         tried = {key: arm[-1] for key, arm in zip(keys, value["arms"], strict=True)}
-        return SelectorState(rates, tried, **{name: field for name, field in value.items() if name != "arms"})
+        accepted = {Strategy(*strategy): tuple(tokens) for *strategy, tokens in value["accepted"]}
+        return SelectorState(rates, tried, {}, accepted, **{name: value[name] for name in _COUNTERS})
 
 
 def choose(settings: SelectorSettings, state: SelectorState, seen: Observation) -> tuple[SelectorState, Strategy]:
@@ -114,7 +130,21 @@ def record(settings: SelectorSettings, state: SelectorState, seen: Observation, 
     best = max((statistics.median(rates) for (place, strategy), rates in state.rates.items() if place == bucket and strategy != outcome.strategy), default=0.0)
     wasted = outcome.seconds * max(0.0, 1 - rate / best) if best > 0 else 0.0
     rates = (*state.rates.get(key, ()), rate)[-settings.window :]
-    return dataclasses.replace(state, rates={**state.rates, key: rates}, overspent=state.overspent + wasted)
+    accepted = (*state.accepted.get(outcome.strategy, ()), outcome.tokens / max(outcome.rounds, 1))[-settings.window :]
+    return dataclasses.replace(
+        state, rates={**state.rates, key: rates}, accepted={**state.accepted, outcome.strategy: accepted}, overspent=state.overspent + wasted)
+
+
+def with_cost(state: SelectorState, rows: int, strategy: Strategy, seconds: float) -> SelectorState:
+    """Take in what one round of `rows` short rows took."""
+    bucket = Observation(rows, 0, frozenset()).bucket
+    return dataclasses.replace(state, costs={**state.costs, (bucket, strategy): seconds})
+
+
+def plain_rate(state: SelectorState, bucket: Bucket) -> float | None:
+    """Median tokens per second and active row of the latest plain dispatches in a bucket; None when there was none."""
+    rates = state.rates.get((bucket, OFF))
+    return statistics.median(rates) if rates else None
 
 
 def _taken(state: SelectorState, seen: Observation, strategy: Strategy) -> tuple[SelectorState, Strategy]:
@@ -122,25 +152,50 @@ def _taken(state: SelectorState, seen: Observation, strategy: Strategy) -> tuple
 
 
 def _values(state: SelectorState, bucket: Bucket, arms: list[Strategy]) -> dict[Strategy, float]:
-    """Rates of the arms that are known here: measured, or plain decoding's rate here times the arm's ratio to it in the nearest bucket that has both."""
+    """Rates of the arms that are known here: measured, or in proportion to a measured one by the cost model, or by the nearest bucket that has both."""
     measured = {arm: statistics.median(state.rates[bucket, arm]) for arm in arms if (bucket, arm) in state.rates}
-    if OFF not in measured:
-        return measured
-    others = sorted({place for place, _ in state.rates if place != bucket}, key=lambda place: (place.long != bucket.long, abs(place.rows - bucket.rows)))
+    modelled = _modelled(state, bucket, arms)
+    if not measured:
+        return modelled
+    known = max(measured, key=measured.get) if OFF not in measured else OFF
+    values = dict(measured)
+    for arm in [arm for arm in arms if arm not in measured]:
+        if arm in modelled and known in modelled:
+            values[arm] = measured[known] * modelled[arm] / modelled[known]
+        elif known == OFF:
+            ratio = _nearest_ratio(state, bucket, arm)
+            values |= {} if ratio is None else {arm: measured[OFF] * ratio}
+    return values
+
+
+def _modelled(state: SelectorState, bucket: Bucket, arms: list[Strategy]) -> dict[Strategy, float]:
+    """Tokens of a round over its seconds, of the arms whose cost was measured for so many rows."""
+    values = {}
     for arm in arms:
-        near = next((place for place in others if (place, arm) in state.rates and (place, OFF) in state.rates), None)
-        if arm not in measured and near is not None:
-            ratio = statistics.median(state.rates[near, arm]) / max(statistics.median(state.rates[near, OFF]), 1e-9)
-            measured[arm] = measured[OFF] * ratio
-    return measured
+        seconds = state.costs.get((bucket._replace(long=False), arm))
+        if seconds is not None:
+            tried = state.accepted.get(arm)
+            values[arm] = (statistics.fmean(tried) if tried else sum(LEVEL_ACCEPTANCE**level for level in range(arm.depth + 1))) / seconds
+    return values
+
+
+def _nearest_ratio(state: SelectorState, bucket: Bucket, arm: Strategy) -> float | None:
+    """An arm's rate over plain decoding's in the nearest bucket that has both."""
+    others = sorted({place for place, _ in state.rates if place != bucket}, key=lambda place: (place.long != bucket.long, abs(place.rows - bucket.rows)))
+    near = next((place for place in others if (place, arm) in state.rates and (place, OFF) in state.rates), None)
+    if near is None:
+        return None
+    return statistics.median(state.rates[near, arm]) / max(statistics.median(state.rates[near, OFF]), 1e-9)
 
 
 def _budgeted(settings: SelectorSettings, state: SelectorState, bucket: Bucket, arms: list[Strategy]) -> Strategy:
-    """The best known arm, or another one when there is time for it: first what was never measured here, then what was measured longest ago."""
+    """The best known arm, measured or not, or another one when there is time for it: first what was never measured here, then what was measured longest ago."""
     values = _values(state, bucket, arms)
     if not values:
         return OFF
     best = max(values, key=values.get)
+    if (bucket, best) not in state.rates:
+        return best
     typical = state.seconds / max(state.dispatches, 1)
     left = settings.explore_fraction * state.seconds + settings.credit_seconds - state.overspent
     rest = [arm for arm in arms if arm != best]

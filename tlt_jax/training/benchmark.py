@@ -17,7 +17,9 @@ from etils import epath
 
 from tlt_jax.runtime.programs import compile_counter
 from tlt_jax.runtime.rollout_driver import RolloutDriver
-from tlt_jax.strategies import OFF, Strategy, parse_strategies
+from tlt_jax.scheduling import selector_replay
+from tlt_jax.scheduling.strategy_selector import SelectorSettings
+from tlt_jax.strategies import OFF, Strategy, parse_strategies, strategy_name
 from tlt_jax.tasks.prompts import Prompt
 from tlt_jax.training import build
 from tlt_jax.training.generation import GENERATE_STEP, open_engine
@@ -54,7 +56,7 @@ class Arm:
     @property
     def name(self) -> str:
         """As in speculative.strategies; plain for no drafting."""
-        return "_".join(map(str, self.strategy)) if self.strategy.depth else "plain"
+        return strategy_name(self.strategy)
 
     def seconds(self) -> list[float]:
         """Decoding alone, of each repeat."""
@@ -142,6 +144,25 @@ def _ratio(plain: Sequence[float], arm: Sequence[float]) -> tuple[float, float, 
     return float(low), float(np.median(ratios)), float(high)
 
 
+def replay_selector(config: Config, records: Sequence[dict]) -> str:
+    """What `speculative.selector` would have lost on the speeds of earlier records, in words. Raises ValueError when they hold no choice."""
+    speeds = {}
+    for one in records:
+        strategy = OFF if one["strategy"] == strategy_name(OFF) else parse_strategies(one["strategy"])[0]
+        speeds.setdefault(one["rows"], {})[strategy] = one["tokens_per_second"] / one["rows"]
+    if not all(OFF in arms and len(arms) > 1 for arms in speeds.values()) or not speeds:
+        raise ValueError("--table needs records of bench rollout with plain decoding and at least one strategy for each number of rows")
+    lines = []
+    for rows, arms in speeds.items():
+        settings = SelectorSettings(
+            config.speculative.selector, tuple(arm for arm in arms if arm != OFF), max_rows=EVERY_NUMBER,
+            explore_fraction=config.speculative.explore_fraction, seed=config.seed)
+        done = selector_replay.replay(settings, {rows: arms})
+        lines.append(f"{rows:>5} rows: {100 * (done.spent / done.best - 1):+.1f} % of the time of the best fixed arm, "
+                     f"{strategy_name(max(arms, key=arms.get))}; {100 * (done.spent / done.plain - 1):+.1f} % of plain decoding's")
+    return "\n".join(lines)
+
+
 def table(records: Sequence[dict], *, header: bool) -> str:
     """Records as people read them."""
     titles = (f"{'rows':>5} {'strategy':>9} {'tokens/s':>9} {'lowest':>8} {'highest':>8} {'x plain':>8} {'95 % interval':>14} {'accepted':>8} "
@@ -159,3 +180,8 @@ def table(records: Sequence[dict], *, header: bool) -> str:
 def write(path: str, records: Sequence[dict]) -> None:
     """The records as JSON."""
     epath.Path(path).write_text(json.dumps(list(records), indent=2) + "\n")
+
+
+def read(path: str) -> list[dict]:
+    """Records that `write` wrote."""
+    return json.loads(epath.Path(path).read_text())

@@ -188,7 +188,8 @@ def make_drivers(config: Config, spec: PolicySpec, meshes: Meshes, *, compile_ah
     params = None if drafter is None else load_params(config, spec, dtype)
     settings = RolloutSettings(
         slots=rollout.slots, rounds_per_dispatch=rollout.rounds_per_dispatch, memory_fraction=rollout.memory_fraction,
-        prefill_tokens=prefill_tokens(config), compile_ahead=compile_ahead, selector=selector_settings(config))
+        prefill_tokens=prefill_tokens(config), compile_ahead=compile_ahead or config.speculative.selector != "fixed", selector=selector_settings(config),
+        max_programs=rollout.max_programs)
 
     ring = config.drafter.catchup_window
     programs = [SlicePrograms(spec, mesh, dtype, block=cache_block(), drafter=drafter, ring=ring) for mesh in meshes.slices]

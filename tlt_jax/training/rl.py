@@ -83,7 +83,7 @@ def _kl_in_reward(config) -> bool:
 
 def run_step(session: Session, trainer: Trainer, step: int) -> dict[str, float]:
     """One RL step; its metrics."""
-    config, timing, compiles = session.config, rl_metrics.Stopwatch(), compile_counter().count
+    config, timing, compiles = session.config, rl_metrics.Stopwatch(), (compile_counter().count, compile_counter().seconds)
     verdicts = dict(session.pool.counts)
     prompts = [session.task.prompts()[index] for index in trainer.order.draw(config.batch.prompts_per_step)]
     with timing.of("publish"):
@@ -91,6 +91,7 @@ def run_step(session: Session, trainer: Trainer, step: int) -> dict[str, float]:
     with timing.of("rollout"):
         scorer = session.generate(views, prompts, Phase("rollout", config.algorithm.num_generations, config.rollout.temperature, step))
     del views
+    decoding = session.decode_report()
     with timing.of("reward"):
         scorer.finish()
     trajectories = [_trajectory(completion) for completion in scorer.completions]
@@ -103,9 +104,10 @@ def run_step(session: Session, trainer: Trainer, step: int) -> dict[str, float]:
         session.reporter.phase("update")
         stats = _update(config, trainer, trajectories, packing, step)
     session.reporter.record_samples(step, samples_of(session, scorer, sequence_advantages))
-    metrics = rl_metrics.of_rollout(scorer, timing) | rl_metrics.of_updates(stats) | rl_metrics.of_pool(session.pool, verdicts)
+    metrics = rl_metrics.of_rollout(scorer, timing) | decoding | rl_metrics.of_updates(stats) | rl_metrics.of_pool(session.pool, verdicts)
     metrics |= _reward_kl(config, trajectories)
-    return metrics | {"policy/lr": _policy_lr(config, trainer), "perf/compiles": compile_counter().count - compiles, "data/epoch": trainer.order.epoch}
+    metrics |= {"perf/compiles": compile_counter().count - compiles[0], "perf/compile_seconds": compile_counter().seconds - compiles[1]}
+    return metrics | {"policy/lr": _policy_lr(config, trainer), "data/epoch": trainer.order.epoch}
 
 
 def _policy_lr(config, trainer: Trainer) -> float:

@@ -7,6 +7,8 @@ from tlt_jax.objectives.policy_update import VALUE_HEAD
 from tlt_jax.rewards.pool import RewardPool
 from tlt_jax.runtime.policy_driver import Publisher
 from tlt_jax.runtime.rollout_driver import RolloutDriver
+from tlt_jax.scheduling import decode_report
+from tlt_jax.scheduling.strategy_selector import SelectorState
 from tlt_jax.sharding.meshes import Meshes
 from tlt_jax.sharding.rules import batch_rows_multiple
 from tlt_jax.tasks.prompts import Prompt, Task
@@ -70,3 +72,16 @@ class Session:
 
         engine.run(Weights(views, self.publisher.version), prompts, phase, scorer.add, show)
         return scorer
+
+    def decode_report(self) -> dict[str, float]:
+        """Speed metrics of the latest rollout phase."""
+        return decode_report.report([(driver.choice.dispatches, driver.choice.plain_rates()) for driver in self.drivers])
+
+    def selector_states(self) -> list[dict]:
+        """What every slice has learned about its strategies, as plain values."""
+        return [driver.choice.state.to_json() for driver in self.drivers]
+
+    def restore_selectors(self, states: list[dict]) -> None:
+        """The inverse; with another number of slices as many as there are go on from a state."""
+        for driver, state in zip(self.drivers, states, strict=False):
+            driver.choice.state = SelectorState.from_json(state)

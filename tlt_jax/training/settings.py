@@ -202,6 +202,7 @@ def _rollout() -> dict:
         "slots": (64, "rows decoded at once on one slice", FROM_1),
         "rounds_per_dispatch": (16, "decoding rounds in one device call", FROM_1),
         "prefill_tokens": (0, "prompt tokens in one forward; 0 = 192 on a CPU, 1024 elsewhere", FROM_0),
+        "max_programs": (24, "decode programs that a slice compiles, over numbers of rows and strategies; plain decoding is never left out", FROM_1),
         "memory_fraction": (0.6, "share of the free device memory that the KV cache may take", (0.01, 1.0)),
     }
 
@@ -209,7 +210,7 @@ def _rollout() -> dict:
 def _speculative() -> dict:
     return {
         "method": ("off", "what drafts: off, eagle, eagle3, prompt_lookup or truncated", ("off", "eagle", "eagle3", "prompt_lookup", "truncated")),
-        "strategies": ("4_1_4,4_2_8", "draft trees as depth_branching_budget, comma-separated; branching 1 is a chain, the budget counts no root"),
+        "strategies": ("2_4_7,2_2_3", "draft trees as depth_branching_budget, comma-separated; branching 1 is a chain, the budget counts no root"),
         "selector": (
             "fixed",
             "which one is used: fixed (the first), beg (a bandit on tokens per second, plain decoding included) or ucb1",

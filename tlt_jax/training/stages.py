@@ -273,6 +273,7 @@ def _restore(whole: Run, checkpoint: int | None, stage: Stage) -> int:
     stage.order.restore(host["order"])
     whole.heldout += [tuple(pair) for pair in host["heldout"]]
     whole.session.published = host["policy_version"]
+    whole.session.restore_selectors(host.get("selectors", []))  # a checkpoint of an earlier version has none
     return host["stage_step"]
 
 
@@ -289,7 +290,7 @@ def _save_if_due(whole: Run, stage: Stage, number: int, metrics: dict) -> None:
         return
     host = {
         "stage": stage.name, "stage_step": number, "policy_version": session.policy_version, "order": stage.order.state(),
-        "config": _flat(config.to_dict()), "heldout": [list(pair) for pair in whole.heldout],
+        "config": _flat(config.to_dict()), "heldout": [list(pair) for pair in whole.heldout], "selectors": session.selector_states(),
         "counters": {name: [learner.updates, learner.skipped, learner.skips_in_a_row] for name, learner in stage.learners.items()}}
     # NaN ranks last: a step that was not evaluated is never the best one.
     best = None if session.held_out is None else {BEST_METRIC: metrics.get(BEST_METRIC, math.nan)}
