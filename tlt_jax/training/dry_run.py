@@ -14,6 +14,7 @@ from tlt_jax.decoding.rollout import PREFILL_ROWS
 from tlt_jax.models import decoder
 from tlt_jax.runtime.rollout_driver import CACHE_BUCKETS, ROW_BUCKETS, Lengths, row_bucket
 from tlt_jax.scheduling.batching import length_bucket
+from tlt_jax.scheduling.compile_plan import compile_plan
 from tlt_jax.sharding.meshes import Meshes
 from tlt_jax.sharding.rules import batch_rows_multiple
 from tlt_jax.tasks.prompts import Prompt
@@ -101,8 +102,8 @@ def possible_shapes(config: Config, prompts: Sequence[Prompt], slices: int) -> S
 
 def program_lines(config: Config, shapes: Shapes, row_length: int, slices: int) -> list[str]:
     """What can be compiled, of which a run meets a part."""
-    rows, selector = len(shapes.rows), build.selector_settings(config)
-    drafted = len(selector.strategies) * sum(size <= selector.max_rows for size in shapes.rows)
+    rows, plan = len(shapes.rows), compile_plan(shapes.rows, build.selector_settings(config), config.rollout.max_programs)
+    drafted = sum(map(len, plan.values()))
     kinds = {"init": rows, "advance": rows + drafted, "admit of one prompt or of several": 2 * rows, "gather": rows * (rows - 1)}
     lines = [
         f"row buckets {_listed(shapes.rows)}; cache of {shapes.cache} positions; prompts in {shapes.pieces[0]} pieces of {shapes.pieces[1]} tokens",
