@@ -53,11 +53,6 @@ class Arm:
     prefills: list[float] = dataclasses.field(default_factory=list)
     totals: list[float] = dataclasses.field(default_factory=list)
 
-    @property
-    def name(self) -> str:
-        """As in speculative.strategies; plain for no drafting."""
-        return strategy_name(self.strategy)
-
     def seconds(self) -> list[float]:
         """Decoding alone, of each repeat."""
         return [total - prefill for total, prefill in zip(self.totals, self.prefills, strict=True)]
@@ -131,8 +126,9 @@ def _record(arm: Arm, plain: Arm, count: int, plan: Plan) -> dict:
     rates = [count * (plan.new_tokens - 1) / seconds for seconds in arm.seconds()]
     lowest, ratio, highest = _ratio(plain.seconds(), arm.seconds())
     return {
-        "rows": count, "strategy": arm.name, "new_tokens": plan.new_tokens, "repeats": plan.repeats, "tokens_per_second": statistics.median(rates),
-        "lowest": min(rates), "highest": max(rates), "ratio_to_plain": ratio, "ratio_interval": [lowest, highest], "accept_length": arm.tokens / arm.forwards,
+        "rows": count, "strategy": strategy_name(arm.strategy), "new_tokens": plan.new_tokens, "repeats": plan.repeats,
+        "tokens_per_second": statistics.median(rates), "lowest": min(rates), "highest": max(rates), "ratio_to_plain": ratio,
+        "ratio_interval": [lowest, highest], "accept_length": arm.tokens / arm.forwards,
         "prefill_seconds": statistics.median(arm.prefills), "warm_up_seconds": arm.warm_up, "compiles": arm.compiles}
 
 
