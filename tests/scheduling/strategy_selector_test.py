@@ -125,6 +125,16 @@ def test_a_measurement_counts_more_than_the_cost_model():
     assert choose(NO_TIME, state, Observation(1, 10, READY))[1] == OFF
 
 
+def test_an_arm_whose_tries_all_compiled_keeps_its_turn_in_a_saved_state():
+    state = SelectorState()
+    for _ in range(4):
+        seen = Observation(1, 10, READY)
+        state, arm = choose(SETTINGS, state, seen)
+        state = record(SETTINGS, state, seen, Outcome(arm, 4, 1.0, compiled=arm != OFF))
+    saved = SelectorState.from_json(json.loads(json.dumps(state.to_json())))
+    assert dict(saved.tried) == dict(state.tried) and any(arm != OFF for _, arm in saved.tried)
+
+
 observations = draws.tuples(draws.integers(1, 64), draws.integers(1, 5000), draws.sets(draws.sampled_from([SHORT, LONG])), draws.floats(0.001, 2.0),
                             draws.integers(1, 50), draws.booleans())
 
@@ -140,4 +150,4 @@ def test_equal_observations_give_equal_choices_from_a_saved_state_too(events, ki
         assert arm == again and (arm == OFF or arm in ready)
         outcome = Outcome(arm, tokens, seconds, compiled, rounds=2)
         state, other = record(settings, state, seen, outcome), record(settings, other, seen, outcome)
-    assert dict(state.rates) == dict(other.rates) and dict(state.accepted) == dict(other.accepted)
+    assert dict(state.rates) == dict(other.rates) and dict(state.tried) == dict(other.tried) and dict(state.accepted) == dict(other.accepted)

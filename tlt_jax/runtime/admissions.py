@@ -28,21 +28,30 @@ def by_prompt(requests: Sequence[Request], free: Sequence[int]) -> list[list[Ent
     return [[Entry(request, next(slots)) for request in groups[prompt]] for prompt in sorted(groups, key=len, reverse=True)]
 
 
+def prompt_places(capacity: int) -> tuple[int, int]:
+    """The numbers of prompts that an admission into `capacity` slots has room for: one prompt, or one for every slot."""
+    return 1, -(-capacity // PREFILL_ROWS) * PREFILL_ROWS
+
+
+def nothing(capacity: int, places: int, pieces: tuple[int, int], texts: Entering | None) -> Admission:
+    """No prompt in `places`, cut into `pieces` = (I, T), for a state of `capacity` slots."""
+    return Admission(
+        np.zeros((places, *pieces), np.int32), np.zeros((places,), np.int32), np.full((capacity,), capacity, np.int32), np.zeros((capacity,), np.int32),
+        np.zeros((capacity, 2), np.uint32), np.ones((capacity,), np.int32), texts)
+
+
 def admission(groups: Sequence[Sequence[Entry]], capacity: int, pieces: tuple[int, int], texts: Entering | None) -> Admission:
     """For a state of `capacity` slots, prompts cut into `pieces` = (I, T)."""
-    places = 1 if len(groups) == 1 else -(-capacity // PREFILL_ROWS) * PREFILL_ROWS
-    tokens, lengths = np.zeros((places, *pieces), np.int32), np.zeros((places,), np.int32)
-    slots, source = np.full((capacity,), capacity, np.int32), np.zeros((capacity,), np.int32)
-    keys, remaining = np.zeros((capacity, 2), np.uint32), np.ones((capacity,), np.int32)
+    new = nothing(capacity, prompt_places(capacity)[len(groups) > 1], pieces, texts)
     number = 0
     for index, group in enumerate(groups):
         prompt = group[0].request.prompt_ids
-        tokens[index].reshape(-1)[: len(prompt)], lengths[index] = prompt, len(prompt)
+        new.tokens_PIT[index].reshape(-1)[: len(prompt)], new.lengths_P[index] = prompt, len(prompt)
         for request, slot in group:
-            slots[number], source[number] = slot, index
-            keys[number], remaining[number] = request.noise_words(), request.max_new_tokens
+            new.slots_A[number], new.source_A[number] = slot, index
+            new.key_A2[number], new.remaining_A[number] = request.noise_words(), request.max_new_tokens
             number += 1
-    return Admission(tokens, lengths, slots, source, keys, remaining, texts)
+    return new
 
 
 def entering(texts: PeerTexts, requests: Sequence[Request], capacity: int, length: int) -> tuple[list[Place], Entering]:

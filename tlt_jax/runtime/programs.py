@@ -7,6 +7,8 @@ that nothing recompiles after warm-up.
 import functools
 import math
 import threading
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -220,6 +222,19 @@ def frozen_program(drafter: FeatureDrafter):
 def acceptance_program(drafter: FeatureDrafter, rules: Rules):
     """Acceptance by rule and level: (prepared drafter, policy parameters, batch) → {name: WeightedMean}."""
     return jax.jit(functools.partial(acceptance, drafter, rules))
+
+
+class SpeedPrograms(NamedTuple):
+    """Programs of one array that show what a device is capable of."""
+
+    total: Callable
+    negative: Callable
+    product: Callable
+
+
+def speed_programs() -> SpeedPrograms:
+    """Reading, copying, multiplying."""
+    return SpeedPrograms(jax.jit(jnp.sum), jax.jit(jnp.negative), jax.jit(lambda square: square @ square))
 
 
 def prepare_program(drafter: Drafter):

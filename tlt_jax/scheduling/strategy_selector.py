@@ -93,7 +93,8 @@ class SelectorState:
 
     def to_json(self) -> dict:
         """As plain values for a checkpoint; costs are left out, since each process measures its own."""
-        arms = [[*bucket, *strategy, list(rates), self.tried.get((bucket, strategy), 0)] for (bucket, strategy), rates in self.rates.items()]
+        known = dict.fromkeys([*self.rates, *self.tried])  # an arm whose first try compiled has no rates yet
+        arms = [[*arm[0], *arm[1], list(self.rates.get(arm, ())), self.tried.get(arm, 0)] for arm in known]
         accepted = [[*strategy, list(tokens)] for strategy, tokens in self.accepted.items()]
         return {name: vars(self)[name] for name in _COUNTERS} | {"arms": arms, "accepted": accepted}
 
@@ -101,8 +102,8 @@ class SelectorState:
     def from_json(value: dict) -> "SelectorState":
         """The inverse of `to_json`."""
         keys = [(Bucket(rows, long), Strategy(*strategy)) for rows, long, *strategy, _, _ in value["arms"]]
-        rates = {key: tuple(arm[-2]) for key, arm in zip(keys, value["arms"], strict=True)}
-        tried = {key: arm[-1] for key, arm in zip(keys, value["arms"], strict=True)}
+        rates = {key: tuple(arm[-2]) for key, arm in zip(keys, value["arms"], strict=True) if arm[-2]}
+        tried = {key: arm[-1] for key, arm in zip(keys, value["arms"], strict=True) if arm[-1]}
         accepted = {Strategy(*strategy): tuple(tokens) for *strategy, tokens in value["accepted"]}
         return SelectorState(rates, tried, {}, accepted, **{name: value[name] for name in _COUNTERS})
 
@@ -181,7 +182,8 @@ def _modelled(state: SelectorState, bucket: Bucket, arms: list[Strategy]) -> dic
 
 def _nearest_ratio(state: SelectorState, bucket: Bucket, arm: Strategy) -> float | None:
     """An arm's rate over plain decoding's in the nearest bucket that has both."""
-    others = sorted({place for place, _ in state.rates if place != bucket}, key=lambda place: (place.long != bucket.long, abs(place.rows - bucket.rows)))
+    others = sorted(
+        {place for place, _ in state.rates if place != bucket}, key=lambda place: (place.long != bucket.long, abs(place.rows - bucket.rows), place.rows))
     near = next((place for place in others if (place, arm) in state.rates and (place, OFF) in state.rates), None)
     if near is None:
         return None

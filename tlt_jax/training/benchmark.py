@@ -8,12 +8,15 @@ on all of them.
 import dataclasses
 import json
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 
 import jax
 import numpy as np
 from etils import epath
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from tlt_jax.runtime.programs import compile_counter
 from tlt_jax.runtime.rollout_driver import RolloutDriver
@@ -21,8 +24,10 @@ from tlt_jax.scheduling import selector_replay
 from tlt_jax.scheduling.strategy_selector import SelectorSettings
 from tlt_jax.strategies import OFF, Strategy, parse_strategies, strategy_name
 from tlt_jax.tasks.prompts import Prompt
-from tlt_jax.training import build
+from tlt_jax.training import build, roofline
+from tlt_jax.training.curves import write_png
 from tlt_jax.training.generation import GENERATE_STEP, open_engine
+from tlt_jax.training.progress import Progress
 from tlt_jax.training.rollout_phase import Engine, Phase, Weights
 from tlt_jax.training.settings import Config
 from tlt_jax.training.settings_rules import copy_with
@@ -70,11 +75,13 @@ def rollout(config: Config, plan: Plan) -> list[dict]:
     engine, weights = open_engine(copy_with(config, {"rollout.slots": max(plan.rows), "drafter.lookup_history": 0}), model, taken)
     strategies = [OFF] if config.speculative.method == "off" else [OFF, *parse_strategies(config.speculative.strategies)]
     records = []
+    machine = roofline.measure(build.resolve_dtype(config, "rollout"))
     for count in plan.rows:
         arms = [Arm(strategy, _with_strategy(engine, strategy)) for strategy in strategies]
         _measure(arms, weights, [_rotated(taken, repeat * count)[:count] for repeat in range(plan.repeats)], plan)
         for arm in arms:
-            records.append(_record(arm, arms[0], count, plan) | {
+            records.append(_record(arm, arms[0], count, plan) | dataclasses.asdict(machine) | {
+                "roofline_fraction": _roofline_fraction(arm, machine, weights, count),
                 "dtype": build.resolve_dtype(config, "rollout"), "temperature": config.rollout.temperature, "drafter": config.speculative.method,
                 "jax": jax.__version__, "device": jax.devices()[0].device_kind, "slices": len(engine.drivers)})
             print(table(records[-1:], header=len(records) == 1), flush=True)
@@ -91,24 +98,35 @@ def _with_strategy(engine: Engine, strategy: Strategy) -> Engine:
 
     def driver(one: RolloutDriver) -> RolloutDriver:
         selector = dataclasses.replace(one.settings.selector, kind="fixed", strategies=(strategy,) if strategy.depth else (), max_rows=EVERY_NUMBER)
-        settings = dataclasses.replace(one.settings, selector=selector)
+        settings = dataclasses.replace(one.settings, selector=selector, compile_ahead=True)  # rows that end early leave fewer rows in a timed run
         return RolloutDriver(one.programs, settings, one.drafter_params)
 
     return dataclasses.replace(engine, drivers=[driver(one) for one in engine.drivers])
 
 
 def _measure(arms: Sequence[Arm], weights: Weights, batches: Sequence[Sequence[Prompt]], plan: Plan) -> None:
+    progress = Progress(sys.stderr)
+    progress.start(f"rows {len(batches[0])}", len(batches), 0)
     for arm in arms:
+        progress.phase(f"compiling {strategy_name(arm.strategy)}", {})
         compiles, started = compile_counter().count, time.monotonic()
         _run(arm, weights, batches[0], plan.new_tokens)
         _run(arm, weights, batches[0], 1)
         arm.warm_up, arm.compiles = time.monotonic() - started, compile_counter().count - compiles
+        progress.line(f"rows {len(batches[0])}, {strategy_name(arm.strategy)}: compiled and warm after {arm.warm_up:.0f} s, {plan.repeats} timed runs follow")
+    compiles = compile_counter().count
     for repeat, prompts in enumerate(batches):
         for arm in arms if repeat % 2 == 0 else reversed(arms):
+            progress.phase(f"timing {strategy_name(arm.strategy)}", {})
             arm.prefills.append(_run(arm, weights, prompts, 1)[0])
             seconds, tokens, forwards = _run(arm, weights, prompts, plan.new_tokens)
             arm.totals.append(seconds)
             arm.tokens, arm.forwards = arm.tokens + tokens, arm.forwards + forwards
+        progress.advance(repeat + 1)
+    progress.stop()
+    if compile_counter().count > compiles:
+        print(f"warning: {compile_counter().count - compiles} programs compiled in timed runs of {len(batches[0])} rows: their slowest repeats say nothing",
+              file=sys.stderr)
 
 
 def _run(arm: Arm, weights: Weights, prompts: Sequence[Prompt], new_tokens: int) -> tuple[float, int, int]:
@@ -130,6 +148,14 @@ def _record(arm: Arm, plain: Arm, count: int, plan: Plan) -> dict:
         "tokens_per_second": statistics.median(rates), "lowest": min(rates), "highest": max(rates), "ratio_to_plain": ratio,
         "ratio_interval": [lowest, highest], "accept_length": arm.tokens / arm.forwards,
         "prefill_seconds": statistics.median(arm.prefills), "warm_up_seconds": arm.warm_up, "compiles": arm.compiles}
+
+
+def _roofline_fraction(arm: Arm, machine: roofline.Machine, weights: Weights, count: int) -> float:
+    """The least time of all rounds over the time that decoding took; rows that end early count as if all ran to the end together."""
+    driver, slices = arm.engine.drivers[0], len(arm.engine.drivers)
+    tokens = -(-count // slices) * (1 + arm.strategy.budget)
+    least = roofline.least_seconds(machine, roofline.decoding_weights(driver.programs.spec, weights.views[0]), tokens)
+    return least * arm.forwards / count / sum(arm.seconds())
 
 
 def _ratio(plain: Sequence[float], arm: Sequence[float]) -> tuple[float, float, float]:
@@ -162,20 +188,37 @@ def replay_selector(config: Config, records: Sequence[dict]) -> str:
 def table(records: Sequence[dict], *, header: bool) -> str:
     """Records as people read them."""
     titles = (f"{'rows':>5} {'strategy':>9} {'tokens/s':>9} {'lowest':>8} {'highest':>8} {'x plain':>8} {'95 % interval':>14} {'accepted':>8} "
-              f"{'prefill s':>9} {'warm-up s':>9} {'compiles':>8}")
+              f"{'prefill s':>9} {'warm-up s':>9} {'compiles':>8} {'roofline':>8}")
     lines = [titles] if header else []
     for one in records:
         low, high = one["ratio_interval"]
         lines.append(
             f"{one['rows']:>5} {one['strategy']:>9} {one['tokens_per_second']:>9.1f} {one['lowest']:>8.1f} {one['highest']:>8.1f} "
             f"{one['ratio_to_plain']:>8.2f} {f'{low:.2f} to {high:.2f}':>14} {one['accept_length']:>8.2f} {one['prefill_seconds']:>9.2f} "
-            f"{one['warm_up_seconds']:>9.1f} {one['compiles']:>8}")
+            f"{one['warm_up_seconds']:>9.1f} {one['compiles']:>8} {one['roofline_fraction']:>8.2f}")
     return "\n".join(lines)
 
 
 def write(path: str, records: Sequence[dict]) -> None:
     """The records as JSON."""
     epath.Path(path).write_text(json.dumps(list(records), indent=2) + "\n")
+
+
+def draw(path: epath.Path, records: Sequence[dict]) -> None:
+    """Speed, gain over plain decoding and accept length of each strategy against the number of rows, as a PNG."""
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = (("decode tokens/s", "tokens_per_second"), ("x plain decoding", "ratio_to_plain"), ("tokens a round (bonus token too)", "accept_length"))
+    for axes, (title, name) in zip(figure.subplots(1, len(panels)), panels, strict=True):
+        for strategy in dict.fromkeys(one["strategy"] for one in records):
+            kept = [one for one in records if one["strategy"] == strategy]
+            axes.plot([one["rows"] for one in kept], [one[name] for one in kept], marker="o", label=strategy)
+        axes.set(title=title, xlabel="rows", xscale="log", ylim=(0, None))
+        axes.set_xticks(sorted({one["rows"] for one in records}), labels=sorted({one["rows"] for one in records}), minor=False)
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    axes.legend()
+    write_png(figure, path)
 
 
 def read(path: str) -> list[dict]:

@@ -32,6 +32,11 @@ def draw_curves(records: Sequence[dict], path: epath.Path) -> None:
         drawn = [axes.plot(steps, values, marker=".", label=name) for name, steps, values in series if steps]
         if len(drawn) > 1:
             axes.legend()
+    write_png(figure, path)
+
+
+def write_png(figure: Figure, path: epath.Path) -> None:
+    """The figure as a file, on any file system."""
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=110)
     path.write_bytes(image.getvalue())
