@@ -4,11 +4,16 @@ import collections
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from tlt_jax.decoding.rollout import PREFILL_ROWS, Admission
 from tlt_jax.decoding.shared_texts import NOTHING, Entering
+from tlt_jax.records import SamplingParams
+from tlt_jax.runtime.programs import SlicePrograms
 from tlt_jax.scheduling.peer_texts import PeerTexts, Place
+from tlt_jax.sharding import movement
+from tlt_jax.sharding.rules import replicated
 from tlt_jax.strategies import Request
 
 
@@ -65,3 +70,32 @@ def entering(texts: PeerTexts, requests: Sequence[Request], capacity: int, lengt
         segments[1, index], groups[1, index] = place
         answers[index, : len(text)] = text[:length]
     return places, Entering(segments[0], groups[0], answers, segments[1], groups[1])
+
+
+class Entrance(NamedTuple):
+    """How prompts get into the slots of a slice in one phase: cut into `pieces` = (I, T), with the texts that its drafter looks into, if it does."""
+
+    programs: SlicePrograms
+    pieces: tuple[int, int]
+    texts: PeerTexts | None
+    sampling: SamplingParams
+    stop_ids: jax.Array
+
+    def places(self, requests: Sequence[Request], state) -> tuple[list[Place | None], Entering | None]:
+        """(place of each request's text, texts that enter with them)."""
+        if self.texts is None:
+            return [None] * len(requests), None
+        return entering(self.texts, requests, state.active_B.shape[0], state.cache.slots)
+
+    def admit(self, params, state, new: Admission):
+        """(state, sampled, finish_A); the given state is donated."""
+        whole = replicated(self.programs.mesh)
+        new = movement.to_device(new, jax.tree.map(lambda _: whole, new))
+        return self.programs.admit(params, state, new, self.sampling, self.stop_ids)
+
+    def compile_ahead(self, params, state):
+        """Let nothing enter once in each form of an admission, since how many prompts enter together depends on the answers; the state afterwards."""
+        capacity = state.active_B.shape[0]
+        for prompts in prompt_places(capacity):
+            state, _, _ = self.admit(params, state, nothing(capacity, prompts, self.pieces, self.places([], state)[1]))
+        return state

@@ -8,7 +8,6 @@ import collections
 import dataclasses
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
 from tlt_jax.decoding.rollout import PREFILL_ROWS
@@ -148,6 +147,8 @@ class RolloutDriver:
         self.state, self.rows = None, []
         drafter = self.programs.drafter
         self._texts = PeerTexts(drafter.segments, self._history) if drafter is not None and drafter.segments else None
+        pieces = lengths.pieces(self.settings.prefill_tokens // PREFILL_ROWS)
+        self._entrance = admissions.Entrance(self.programs, pieces, self._texts, self.sampling, self.stop_ids)
         self.slots = slots_that_fit(self.programs, self.settings, self.length)
         self._plan = compile_plan(row_buckets(self.slots), self.settings.selector, self.settings.max_programs)
         self.choice.start()
@@ -215,28 +216,14 @@ class RolloutDriver:
         capacity = len(self.rows)
         groups = admissions.by_prompt(requests, [slot for slot, row in enumerate(self.rows) if row is None])
         entries = [entry for group in groups for entry in group]
-        places, texts = self._entering([entry.request for entry in entries])
+        places, texts = self._entrance.places([entry.request for entry in entries], self.state)
         rows = [Row(entry.request, place) for entry, place in zip(entries, places, strict=True)]
         for entry, row in zip(entries, rows, strict=True):
             self.rows[entry.slot] = row
-        sampled, finish = self._enter(admissions.admission(groups, capacity, self._pieces(), texts))
+        admission = admissions.admission(groups, capacity, self._entrance.pieces, texts)
+        self.state, sampled, finish = self._entrance.admit(self.params, self.state, admission)
         rows += [None] * (capacity - len(rows))
         self.in_flight.append(InFlight(sampled.token_B, sampled.logprob_B, sampled.sampling_logprob_B, finish, rows))
-
-    def _pieces(self) -> tuple[int, int]:
-        return self.lengths.pieces(self.settings.prefill_tokens // PREFILL_ROWS)
-
-    def _entering(self, requests: list[Request]):
-        """(place of each request, texts that enter with them); no place and no text for a drafter that does not look into texts."""
-        if self._texts is None:
-            return [None] * len(requests), None
-        return admissions.entering(self._texts, requests, len(self.rows), self.state.cache.slots)
-
-    def _enter(self, admission: admissions.Admission):
-        whole = replicated(self.programs.mesh)
-        admission = movement.to_device(admission, jax.tree.map(lambda _: whole, admission))
-        self.state, sampled, finish = self.programs.admit(self.params, self.state, admission, self.sampling, self.stop_ids)
-        return sampled, finish
 
     def _fit(self, needed: int) -> None:
         """Bring the number of slots to the bucket that holds `needed` rows; active rows move to the front."""
@@ -244,20 +231,16 @@ class RolloutDriver:
         if self.state is None:
             self.state, self.rows = self.programs.init_state(bucket, self.length), [None] * bucket
             if self.settings.compile_ahead and (bucket, self.length) not in self._compiled:
-                self._compile_ahead(bucket)
+                self.state = self._entrance.compile_ahead(self.params, self.state)
+                plan = {size: strategies for size, strategies in self._plan.items() if size <= bucket}
+                costs = resizing.compile_ahead(self.programs, self.state, plan, self._run, timed=self.settings.selector.kind != "fixed")
+                self.choice.measured(costs)
                 self._compiled.add((bucket, self.length))
         if bucket == len(self.rows):
             return
         kept = [slot for slot, row in enumerate(self.rows) if row is not None]
         self.state = resizing.moved(self.programs, self.state, kept, bucket)
         self.rows = [self.rows[slot] for slot in kept] + [None] * (bucket - len(kept))
-
-    def _compile_ahead(self, rows: int) -> None:
-        """Run what a phase may need later: how many prompts enter at a time and how many rows go on depends on the answers."""
-        for places in admissions.prompt_places(rows):
-            self._enter(admissions.nothing(rows, places, self._pieces(), self._entering([])[1]))
-        plan = {size: strategies for size, strategies in self._plan.items() if size <= rows}
-        self.choice.measured(resizing.compile_ahead(self.programs, self.state, plan, self._run, timed=self.settings.selector.kind != "fixed"))
 
     def _run(self, state, strategy: Strategy):
         return self.programs.advance(self.params, state, self.sampling, self.stop_ids, rounds=self.settings.rounds_per_dispatch, strategy=strategy)
