@@ -150,7 +150,7 @@ def test_a_response_made_to_hang_is_wrong_soon_and_the_next_one_is_judged(respon
     started = time.process_time()
     assert verify(response, "5") is False
     assert verify(r"$\boxed{5}$", "5") is True
-    assert time.process_time() - started < 30  # of the processor: what it would take without limits is hours
+    assert time.process_time() - started < 10  # of the processor: what it would take without limits is hours
 
 
 @pytest.mark.parametrize("reference", ["5", r"x^2+\sin x", "[1,2)", r"\{1,2\}", "x<5", "3x+2y=7", r"\text{Maria}", "C", "11:45", "1121_3", ""])
