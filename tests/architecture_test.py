@@ -32,7 +32,8 @@ LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}
 DEVICE_PURE = ("models", "drafters", "decoding", "objectives", "distillation", "records", "noise", "masked", "logprobs", "optimizers")
 HOST_PURE = ("tasks", "rewards", "scheduling", "strategies")
 HOST_FILES = tuple(
-    f"tlt_jax/training/{name}.py" for name in ("settings", "settings_rules", "command_line", "reporting", "health", "progress", "curves", "json_lines")
+    f"tlt_jax/training/{name}.py"
+    for name in ("settings", "settings_rules", "command_line", "compile_cache", "reporting", "health", "progress", "curves", "json_lines")
 )
 JAX_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax", "chex")
 SETTINGS_FILES = ("tlt_jax/training/settings.py", "tlt_jax/training/settings_rules.py", "tlt_jax/training/command_line.py")

@@ -1,6 +1,9 @@
 """The bench command on a tiny random model: records, picture, progress, and no compilation inside what is timed."""
 
+import itertools
 import json
+import math
+import types
 
 import jax
 import numpy as np
@@ -11,7 +14,7 @@ from tlt_jax.checkpoints.huggingface_export import save_policy
 from tlt_jax.models.decoder import abstract_params
 from tlt_jax.models.specs import PolicySpec, RopeSpec
 from tlt_jax.tasks.character_tokenizer import character_tokenizer
-from tlt_jax.training import roofline
+from tlt_jax.training import benchmark, roofline
 
 ALPHABET = "abcdefghijklmnop"
 LOOKUP = ("--config.speculative.method=prompt_lookup", "--config.speculative.strategies=3_1_3")
@@ -50,6 +53,14 @@ def test_records_hold_every_strategy_and_number_of_rows_and_a_picture_lies_besid
     assert (tmp_path / "speeds.png").read_bytes().startswith(b"\x89PNG")
     said = capsys.readouterr()
     assert "tokens/s" in said.out and "rows 3, 3_1_3: compiled and warm" in said.err
+
+
+def test_a_machine_that_gets_faster_while_it_is_timed_gives_no_negative_speed(measured, monkeypatch):
+    """Every look at this clock is nearer to the last: prefill and decoding, timed in two rollouts, would give less time to both together than to one."""
+    looks = itertools.count(1)
+    monkeypatch.setattr(benchmark, "time", types.SimpleNamespace(monotonic=lambda: math.log(next(looks))))
+    records = measured("--rows=2", "--new_tokens=4", "--repeats=3")
+    assert all(0 < one["lowest"] <= one["tokens_per_second"] and one["prefill_seconds"] > 0 for one in records)
 
 
 def test_rows_that_end_early_leave_a_number_of_rows_that_was_compiled_before_the_clock_started(measured, capsys):

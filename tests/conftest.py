@@ -11,14 +11,16 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 
+# For the commands that tests start, too.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(pathlib.Path(__file__).parents[1] / ".cache" / "jax-tests")
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
+
 import jax
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
-jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax-tests"))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
 
 def pytest_addoption(parser):

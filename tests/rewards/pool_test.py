@@ -16,6 +16,10 @@ def score(response, answer):
             time.sleep(0.01)
     if response == "crash":
         os._exit(3)
+    if response == "wait":
+        while not os.path.exists(answer):
+            time.sleep(0.01)
+        return 1
     if response == "exit":
         sys.exit(1)
     if response == "raise":
@@ -166,10 +170,13 @@ def test_a_file_that_cannot_be_loaded_is_an_error_at_the_first_poll(tmp_path):
         pool.self_check(items("4")[0])
 
 
-def test_submitting_more_than_the_pipes_hold_neither_blocks_nor_loses_order(user):
+def test_submitting_more_than_the_pipes_hold_neither_blocks_nor_loses_order(user, tmp_path):
+    """The worker scores nothing until all is submitted: were a submit to wait for it, the first item would run out of its time."""
     long = [RewardItem("p" * 50_000, str(row), str(row % 2), metadata={"text": "x" * 50_000}) for row in range(40)]
+    everything = tmp_path / "submitted"
     with RewardPool(PoolSettings(workers=1), user) as pool:
-        for item in long:
+        for item in [*items("wait", answer=str(everything)), *long]:
             pool.submit(item)
+        everything.touch()
         results = pool.drain(60)
-    assert [result.score for result in results] == [float(row == row % 2) for row in range(40)]
+    assert [result.score for result in results] == [1.0, *(float(row == row % 2) for row in range(40))]

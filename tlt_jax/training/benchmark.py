@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -45,6 +46,15 @@ class Plan:
     repeats: int
 
 
+class Run(NamedTuple):
+    """One rollout. The prefill lasts until every row's first token has been read; tokens and rounds (a round of each row counts) are what came after it."""
+
+    prefill_seconds: float
+    decode_seconds: float
+    tokens: int
+    rounds: int
+
+
 @dataclasses.dataclass
 class Arm:
     """One strategy's engine and its seconds."""
@@ -53,14 +63,15 @@ class Arm:
     engine: Engine
     warm_up: float = 0.0
     compiles: int = 0
-    tokens: int = 0
-    forwards: int = 0
-    prefills: list[float] = dataclasses.field(default_factory=list)
-    totals: list[float] = dataclasses.field(default_factory=list)
+    runs: list[Run] = dataclasses.field(default_factory=list)
 
     def seconds(self) -> list[float]:
         """Decoding alone, of each repeat."""
-        return [total - prefill for total, prefill in zip(self.totals, self.prefills, strict=True)]
+        return [run.decode_seconds for run in self.runs]
+
+    def rounds(self) -> int:
+        """Forwards of the policy after the prefill, of each row, added up."""
+        return sum(run.rounds for run in self.runs)
 
 
 def rollout(config: Config, plan: Plan) -> list[dict]:
@@ -111,17 +122,13 @@ def _measure(arms: Sequence[Arm], weights: Weights, batches: Sequence[Sequence[P
         progress.phase(f"compiling {strategy_name(arm.strategy)}", {})
         compiles, started = compile_counter().count, time.monotonic()
         _run(arm, weights, batches[0], plan.new_tokens)
-        _run(arm, weights, batches[0], 1)
         arm.warm_up, arm.compiles = time.monotonic() - started, compile_counter().count - compiles
         progress.line(f"rows {len(batches[0])}, {strategy_name(arm.strategy)}: compiled and warm after {arm.warm_up:.0f} s, {plan.repeats} timed runs follow")
     compiles = compile_counter().count
     for repeat, prompts in enumerate(batches):
         for arm in arms if repeat % 2 == 0 else reversed(arms):
             progress.phase(f"timing {strategy_name(arm.strategy)}", {})
-            arm.prefills.append(_run(arm, weights, prompts, 1)[0])
-            seconds, tokens, forwards = _run(arm, weights, prompts, plan.new_tokens)
-            arm.totals.append(seconds)
-            arm.tokens, arm.forwards = arm.tokens + tokens, arm.forwards + forwards
+            arm.runs.append(_run(arm, weights, prompts, plan.new_tokens))
         progress.advance(repeat + 1)
     progress.stop()
     if compile_counter().count > compiles:
@@ -129,25 +136,33 @@ def _measure(arms: Sequence[Arm], weights: Weights, batches: Sequence[Sequence[P
               file=sys.stderr)
 
 
-def _run(arm: Arm, weights: Weights, prompts: Sequence[Prompt], new_tokens: int) -> tuple[float, int, int]:
-    """(seconds, tokens, forwards of the policy for each row, added up) of one rollout."""
+def _run(arm: Arm, weights: Weights, prompts: Sequence[Prompt], new_tokens: int) -> Run:
+    """Prefill and decoding are told apart within one rollout: the difference of two would be noise where they are short."""
     engine = dataclasses.replace(arm.engine, config=copy_with(arm.engine.config, {"rollout.max_new_tokens": new_tokens}))
-    done, started = [], time.monotonic()
-    engine.run(weights, prompts, Phase("bench", 1, engine.config.rollout.temperature, GENERATE_STEP), done.append)
-    seconds = time.monotonic() - started
+    done, prefilled = [], []  # of the second: (when, tokens read by then)
+
+    def on_turn() -> None:
+        if not prefilled:
+            read = [len(one.token_ids) for one in done] + [len(row.tokens) for driver in engine.drivers for row in driver.rows if row is not None]
+            if len(read) == len(prompts) and min(read) > 0:
+                prefilled.append((time.monotonic(), sum(read)))
+
+    started = time.monotonic()
+    engine.run(weights, prompts, Phase("bench", 1, engine.config.rollout.temperature, GENERATE_STEP), done.append, on_turn)
+    ended, (entered, read) = time.monotonic(), prefilled[0]
     for used, kept in zip(engine.drivers, arm.engine.drivers, strict=True):
         kept.drafter_params = used.drafter_params
-    return seconds, sum(len(one.token_ids) for one in done), sum(one.forwards for one in done)
+    return Run(entered - started, ended - entered, sum(len(one.token_ids) for one in done) - read, sum(one.forwards - 1 for one in done))
 
 
 def _record(arm: Arm, plain: Arm, count: int, plan: Plan) -> dict:
-    rates = [count * (plan.new_tokens - 1) / seconds for seconds in arm.seconds()]
+    rates = [run.tokens / run.decode_seconds for run in arm.runs]
     lowest, ratio, highest = _ratio(plain.seconds(), arm.seconds())
     return {
         "rows": count, "strategy": strategy_name(arm.strategy), "new_tokens": plan.new_tokens, "repeats": plan.repeats,
         "tokens_per_second": statistics.median(rates), "lowest": min(rates), "highest": max(rates), "ratio_to_plain": ratio,
-        "ratio_interval": [lowest, highest], "accept_length": arm.tokens / arm.forwards,
-        "prefill_seconds": statistics.median(arm.prefills), "warm_up_seconds": arm.warm_up, "compiles": arm.compiles}
+        "ratio_interval": [lowest, highest], "accept_length": sum(run.tokens for run in arm.runs) / arm.rounds(),
+        "prefill_seconds": statistics.median(run.prefill_seconds for run in arm.runs), "warm_up_seconds": arm.warm_up, "compiles": arm.compiles}
 
 
 def _roofline_fraction(arm: Arm, machine: roofline.Machine, weights: Weights, count: int) -> float:
@@ -155,7 +170,7 @@ def _roofline_fraction(arm: Arm, machine: roofline.Machine, weights: Weights, co
     driver, slices = arm.engine.drivers[0], len(arm.engine.drivers)
     tokens = -(-count // slices) * (1 + arm.strategy.budget)
     least = roofline.least_seconds(machine, roofline.decoding_weights(driver.programs.spec, weights.views[0]), tokens)
-    return least * arm.forwards / count / sum(arm.seconds())
+    return least * arm.rounds() / count / sum(arm.seconds())
 
 
 def _ratio(plain: Sequence[float], arm: Sequence[float]) -> tuple[float, float, float]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 from ml_collections import ConfigDict
 
+from tlt_jax.training.compile_cache import keep_programs
 from tlt_jax.training.settings import SettingsError, declared_keys, default_config
 from tlt_jax.training.settings_rules import unknown_key, validate
 
@@ -51,8 +52,12 @@ def load_config(
         for name, text in overrides:
             override(config, name, text)
         validate(config, command=command)
+        keep_programs(config)
     except SettingsError as error:
         print("\n".join(f"{parser.prog}: error: {problem}" for problem in error.problems), file=sys.stderr)
+        raise SystemExit(2) from None
+    except OSError as error:
+        print(f"{parser.prog}: error: compile_cache={config.compile_cache}: {error.strerror}; name another directory, or '' for none", file=sys.stderr)
         raise SystemExit(2) from None
     return config, args
 

@@ -68,6 +68,8 @@ def _flatten(declared: dict, prefix: str):
 def _declarations() -> dict:
     return {
         "seed": (0, "seed of everything random: weights, prompt order, sampling noise", (0, 2**32 - 1)),
+        "compile_cache": (
+            "auto", "directory of compiled programs, kept between runs: auto = in ~/.cache/tlt_jax, '' = none; JAX_COMPILATION_CACHE_DIR goes first"),
         "model": _model(),
         "data": _data(),
         "reward": _reward(),
