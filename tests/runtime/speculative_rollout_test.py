@@ -28,6 +28,7 @@ AXES = {
     "sampling": tuple(SAMPLINGS), "drafter": ("eagle", "eagle3", "truncated", "prompt_lookup", "adversary"), "strategy": ("chain", "tree", "random"),
     "slices": (1, 2, 4), "order": ("given", "shuffled")}
 CHAIN, TREE = Strategy(3, 1, 3), Strategy(3, 2, 6)
+SHALLOW_CHAIN, SHALLOW_TREE = Strategy(2, 1, 2), Strategy(2, 2, 4)  # a third of the compilation less, which is what these tests spend their time on
 
 
 @pytest.fixture(scope="module")
@@ -92,17 +93,23 @@ def last_drafter():
     return []
 
 
+@pytest.fixture(scope="module")
+def trees(pytestconfig):
+    """(chain, tree) of the cases: deep ones for the full product."""
+    return (CHAIN, TREE) if pytestconfig.getoption("--full") else (SHALLOW_CHAIN, SHALLOW_TREE)
+
+
 @pytest.mark.usefixtures("one_drafter")
-def test_a_speculative_rollout_returns_the_tokens_of_a_plain_one(engine_of, tiny, drafters, requests, plain_runs, case, monkeypatch):
+def test_a_speculative_rollout_returns_the_tokens_of_a_plain_one(engine_of, tiny, drafters, requests, plain_runs, case, trees, monkeypatch):
     sampling, name, strategy, slices, order = case
-    expected = plain_runs(sampling)
+    expected, (chain, tree) = plain_runs(sampling), trees
     if strategy == "random":
         generator = random.Random(str(case))
-        monkeypatch.setattr(measured_choice, "choose", lambda settings, state, seen: (state, generator.choice((OFF, TREE))))
+        monkeypatch.setattr(measured_choice, "choose", lambda settings, state, seen: (state, generator.choice((OFF, tree))))
     rows = requests if order == "given" else random.Random(3).sample(requests, len(requests))
     engine = engine_of(devices=slices, slices=slices, drafter=drafters["eagle" if name == "adversary" else name])
     params = jax.tree.map(lambda leaf: leaf * -5 if leaf.dtype == np.float32 else leaf, engine.new_drafter()) if name == "adversary" else None
-    settings = speculating(tiny, *{"chain": (CHAIN,), "tree": (TREE,), "random": (TREE,)}[strategy], rounds_per_dispatch=1 if strategy == "random" else 3)
+    settings = speculating(tiny, chain if strategy == "chain" else tree, rounds_per_dispatch=1 if strategy == "random" else 3)
     done = engine.run(rows, settings, drafter_params=params, **SAMPLINGS[sampling])
     assert_same(tiny, expected, done, **SAMPLINGS[sampling])
     for index, completion in done.items():
@@ -156,7 +163,7 @@ def test_rows_that_fill_the_models_positions_end_there_and_leave_their_neighbour
 
 def test_a_second_phase_with_speculation_compiles_nothing(engine_of, tiny, drafters, requests):
     engine = engine_of(drafter=drafters["eagle"])
-    settings = speculating(tiny, TREE, slots=16, compile_ahead=True)
+    settings = speculating(tiny, SHALLOW_TREE, slots=8, compile_ahead=True)
     engine.run(requests, settings)
     before = compile_counter().count
     engine.run([dataclasses.replace(request, max_new_tokens=4 + 5 * (request.index % 4)) for request in requests], settings)
@@ -166,13 +173,13 @@ def test_a_second_phase_with_speculation_compiles_nothing(engine_of, tiny, draft
 @pytest.mark.parametrize("name", ["eagle", "prompt_lookup"])
 def test_a_bandit_whose_programs_were_compiled_ahead_knows_their_costs_and_compiles_nothing_later(engine_of, tiny, drafters, requests, reference, name):
     engine = engine_of(drafter=PromptLookup(segments=32) if name == "prompt_lookup" else drafters[name])
-    settings = speculating(tiny, CHAIN, TREE, kind="beg", slots=16, compile_ahead=True, rounds_per_dispatch=2)
+    settings = speculating(tiny, SHALLOW_CHAIN, SHALLOW_TREE, kind="beg", slots=8, compile_ahead=True, rounds_per_dispatch=2)
     driver = engine.drivers(settings)[0]
     done = []
     drive(driver, requests, lambda driver, queue, finished: done.extend(finished))
     assert_same(tiny, reference, {one.request.index: one for one in done}, temperature=1.0)
     costs = driver.choice.state.costs
-    assert {bucket.rows for bucket, _ in costs} == {1, 4, 16} and {arm for _, arm in costs} == {OFF, CHAIN, TREE} and min(costs.values()) > 0
+    assert {bucket.rows for bucket, _ in costs} == {1, 4, 8} and {arm for _, arm in costs} == {OFF, SHALLOW_CHAIN, SHALLOW_TREE} and min(costs.values()) > 0
     before = compile_counter().count
     drive(driver, [dataclasses.replace(request, max_new_tokens=4 + 5 * (request.index % 4)) for request in requests], lambda *_: None)
     assert compile_counter().count == before
