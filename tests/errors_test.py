@@ -250,15 +250,17 @@ def test_a_reward_file_that_is_not_there_is_refused_before_the_first_worker(tmp_
     assert (code, capsys.readouterr().err) == (2, "python -m tlt_jax.train: error: reward.path=nowhere.py: there is no such file\n")
 
 
-def test_a_micro_batch_that_cannot_give_each_device_a_sequence_is_refused_before_the_first_step(tmp_path, model, rows, monkeypatch, capsys):
+@pytest.mark.parametrize(("name", "more"), [
+    ("batch.tokens_per_microbatch", ()), ("distill.tokens_per_update", ("--config.speculative.method=eagle", "--config.drafter.quanta_per_step=1"))])
+def test_a_micro_batch_that_cannot_give_each_device_a_sequence_is_refused_before_the_first_step(tmp_path, model, rows, monkeypatch, capsys, name, more):
     rows(*[ROW] * 4)
     monkeypatch.setattr(build, "make_params", lambda *_: pytest.fail("device work began"))
     code = train.main([
         f"--workdir={tmp_path / 'run'}", f"--config.model.path={model}", "--config.data.task=prompts", "--config.reward.kind=exact",
         f"--config.data.path={tmp_path / 'rows.jsonl'}", "--config.rollout.max_new_tokens=8", "--config.data.max_prompt_tokens=8",
-        "--config.batch.prompts_per_step=2", "--config.batch.tokens_per_microbatch=80"])
+        "--config.batch.prompts_per_step=2", f"--config.{name}=80", *more])
     said = capsys.readouterr().err
-    assert code == 2 and "batch.tokens_per_microbatch=80 cannot hold one sequence of 11 tokens" in said
+    assert code == 2 and f"{name}=80 cannot hold one sequence of 11 tokens" in said
     assert "each of the 8 devices" in said and "at least 88" in said
 
 

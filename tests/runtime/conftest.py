@@ -74,15 +74,18 @@ class Engine:
         """First parameters of the layout's drafter, from the random policy."""
         return new_drafter(self.programs[0].drafter, random_params())
 
-    def drivers(self, settings=SETTINGS, *, params=None, drafter_params=None, history=None, temperature=1.0, stop_ids=(), length=100, longest_prompt=20,
-                **truncation) -> list[RolloutDriver]:
+    def drivers(self, settings=SETTINGS, *, drafter_params=None, history=None, **options) -> list[RolloutDriver]:
         """Started drivers with freshly published weights."""
-        views = self.publisher.publish(self.params if params is None else params)
         drivers = [RolloutDriver(programs, settings, drafter_params, history) for programs in self.programs]
+        self.start(drivers, **options)
+        return drivers
+
+    def start(self, drivers, *, params=None, temperature=1.0, stop_ids=(), length=100, longest_prompt=20, **truncation) -> None:
+        """A new phase of drivers, with freshly published weights."""
+        views = self.publisher.publish(self.params if params is None else params)
         for driver, view in zip(drivers, views, strict=True):
             sampling = make_sampling(temperature, **truncation, vocabulary=VOCABULARY)
             driver.start(view, self.publisher.version, sampling, stop_ids, Lengths(longest_prompt, length))
-        return drivers
 
     def run(self, requests, settings=SETTINGS, **options) -> dict:
         """{index: Completion}; every request must come back once."""

@@ -91,6 +91,7 @@ class Place:
         """Several runs in one process; (exit code, output, digest of all files) of each. A job is (arguments, [stage, step] or None)."""
         done = subprocess.run(
             [sys.executable, "driver.py", json.dumps(jobs)], cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=600)
+        self.errors = done.stderr
         parts = done.stdout.split("EXIT ")
         assert len(parts) == len(jobs) + 1, done.stdout + done.stderr
         return [(*after.split()[:1], before, after.split()[1]) for before, after in zip(parts[:-1], parts[1:], strict=True)]

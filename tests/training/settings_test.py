@@ -73,6 +73,8 @@ def test_none_and_true_are_no_values_of_a_typed_key():
         ({"speculative__strategies": ""}, "speculative.strategies names no tree"),
         ({"drafter__path": "d"}, "drafter.path is not read by speculative.method=off"),
         ({"drafter__truncated_layers": 2}, "drafter.truncated_layers is not read by speculative.method=off"),
+        ({"drafter__quanta_per_step": 2, "speculative__method": "prompt_lookup"}, "has no weights to train"),
+        ({"drafter__freeze": True}, "drafter.freeze=True is the control of a drafter that learns"),
         ({"drafter__draft_vocab_size": 8, "speculative__method": "eagle", "drafter__path": "d"}, "a drafter.path brings its own"),
         ({"stages__order": ("pretrain", "rl")}, "stages.order=pretrain is not built"),
         ({"stages__order": ("rl", "sft")}, "each once and in this order"),
@@ -139,7 +141,7 @@ def test_names_that_are_not_declared_and_names_that_are_missing_are_problems():
         ("rollout.stop_strings", "stop strings are not built"),
         ("rollout.max_turns", "tools and multi-turn rollouts are not built"),
         ("model.num_experts", "mixture-of-experts models are not built"),
-        ("drafter.freeze", "drafters that learn are not built"),
+        ("drafter.frozen", "the nearest name is drafter.freeze"),
         ("curriculum.stages", "curricula are not built"),
     ],
 )

@@ -21,10 +21,13 @@ class Learner:
         self.opt_state = programs.init(params) if opt_state is None else opt_state
         self.updates = self.skipped = self.skips_in_a_row = 0
 
+    def placed(self, batch: PackedBatch):
+        """What the objective reads of a micro-batch of numpy arrays, on the train mesh."""
+        return place_batch(self.programs.mesh, batch)
+
     def update(self, batches: list[PackedBatch]) -> dict[str, float]:
         """One optimizer step over micro-batches (numpy arrays); its statistics as plain numbers. Raises NonFiniteUpdates."""
-        placed = [place_batch(self.programs.mesh, batch) for batch in batches]
-        totals = self.programs.gradients(self.params, placed)
+        totals = self.programs.gradients(self.params, [self.placed(batch) for batch in batches])
         self.params, self.opt_state, stats = self.programs.apply(self.params, self.opt_state, totals)
         numbers = {name: float(value) for name, value in movement.to_host(stats).items()}
         self.updates += 1

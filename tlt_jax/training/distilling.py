@@ -13,7 +13,6 @@ from etils import epath
 
 from tlt_jax.checkpoints.drafter_files import DrafterFiles, LoadedDrafter, save_drafter
 from tlt_jax.checkpoints.pretrained import load_policy
-from tlt_jax.distillation.draft_losses import DraftLoss
 from tlt_jax.distillation.pairs import DraftBatch
 from tlt_jax.drafters.feature_drafter import FeatureDrafter, policy_head
 from tlt_jax.optimizers import OptimizerSettings, make_optimizer
@@ -23,6 +22,7 @@ from tlt_jax.sharding.rules import batch_rows_multiple
 from tlt_jax.strategies import Completion
 from tlt_jax.tasks.prompts import Prompt, PromptOrder
 from tlt_jax.training import build
+from tlt_jax.training.draft_training import draft_loss
 from tlt_jax.training.drafting import load_params, make_drafter
 from tlt_jax.training.experience import Packing, Trajectory, pack
 from tlt_jax.training.generation import GENERATE_STEP, Display, open_engine
@@ -60,10 +60,9 @@ def distill(config: Config, workdir: str) -> None:
     if held_out >= len(batches):
         raise ValueError(f"{len(batches)} batches are too few to hold one back: raise distill.prompts or lower distill.tokens_per_update")
     learner = DraftLearner(
-        meshes.train, drafter, DraftLoss(config.rollout.temperature, config.distill.unroll, config.distill.decay, config.distill.feature_weight),
-        _optimizer(config, len(batches) - held_out), params, frozen)
+        meshes.train, drafter, draft_loss(config), _optimizer(config, len(batches) - held_out), params, frozen)
     _train(config, learner, batches[held_out:], batches[:held_out], JsonLines(directory / "metrics.jsonl"))
-    save_drafter(directory / "drafter", model.spec, LoadedDrafter(_files(config, drafter), learner.params))
+    save_drafter(directory / "drafter", model.spec, LoadedDrafter(_files(config, drafter), learner.drafter_params))
     print(f"drafter written to {directory / 'drafter'}")
     print(f"next: python -m tlt_jax.generate --model={config.model.path} --drafter={directory / 'drafter'} --prompts=PROMPTS.jsonl --output=ANSWERS.jsonl")
 

@@ -20,6 +20,7 @@ from tlt_jax.runtime.programs import LearnerPrograms, compile_counter, score_pro
 from tlt_jax.scheduling.batching import power_bucket
 from tlt_jax.tasks.prompts import PromptOrder
 from tlt_jax.training import build, rl_metrics
+from tlt_jax.training.draft_training import DraftTraining
 from tlt_jax.training.evaluation import samples_of
 from tlt_jax.training.experience import Packing, Trajectory, pack, unpack
 from tlt_jax.training.scoring import StepScorer
@@ -36,6 +37,7 @@ class Trainer:
     score_policy: object
     score_values: object | None
     order: PromptOrder
+    draft: DraftTraining | None = None  # None: the drafter, if there is one, learns nothing
 
 
 def make_trainer(session: Session, params, order: PromptOrder) -> Trainer:
@@ -62,7 +64,8 @@ def make_trainer(session: Session, params, order: PromptOrder) -> Trainer:
         critic = Learner(LearnerPrograms(mesh, value_objective, critic_optimizer, start), start, max_skips=config.optimizer.max_skips)
         score_values = score_program(mesh, functools.partial(policy_update.score_values, critic_run, head="head"))
     score_policy = score_program(mesh, functools.partial(policy_update.score_logprobs, run))
-    return Trainer(policy, critic, reference, score_policy, score_values, order)
+    draft = DraftTraining(session, params) if config.drafter.quanta_per_step else None
+    return Trainer(policy, critic, reference, score_policy, score_values, order, draft)
 
 
 def updates_per_step(config) -> int:
@@ -103,9 +106,14 @@ def run_step(session: Session, trainer: Trainer, step: int) -> dict[str, float]:
     with timing.of("update"):
         session.reporter.phase("update")
         stats = _update(config, trainer, trajectories, packing, step)
+    distilled = {}
+    if trainer.draft is not None:
+        with timing.of("distill"):
+            session.reporter.phase("distilling")
+            distilled = trainer.draft.run(trainer.policy.params, trajectories, step)
     session.reporter.record_samples(step, samples_of(session, scorer, sequence_advantages))
     metrics = rl_metrics.of_rollout(scorer, timing) | decoding | rl_metrics.of_updates(stats) | rl_metrics.of_pool(session.pool, verdicts)
-    metrics |= _reward_kl(config, trajectories)
+    metrics |= _reward_kl(config, trajectories) | distilled
     metrics |= {"perf/compiles": compile_counter().count - compiles[0], "perf/compile_seconds": compile_counter().seconds - compiles[1]}
     return metrics | {"policy/lr": _policy_lr(config, trainer), "data/epoch": trainer.order.epoch}
 

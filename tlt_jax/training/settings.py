@@ -231,6 +231,8 @@ def _drafter() -> dict:
         "truncated_layers": (0, "method truncated: first layers of the policy that draft; 0 = a quarter of them", FROM_0),
         "lookup_length": (4, "method prompt_lookup: longest suffix that is looked up", FROM_1),
         "lookup_history": (2, "method prompt_lookup: answers of earlier steps that are kept of each prompt", FROM_0),
+        "quanta_per_step": (0, "updates of an eagle or eagle3 drafter in each RL step, on the step's answers (see distill.*); 0 = none", FROM_0),
+        "freeze": (False, "measure the drafter in each RL step and do not train it: the control of quanta_per_step"),
         "catchup_window": (512, "positions of features kept of each row, from which a drafter that is switched on late starts", FROM_1),
     }
 

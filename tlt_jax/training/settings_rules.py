@@ -26,8 +26,6 @@ _NOT_BUILT = {
     "vision": "vision inputs",
     "async": "asynchronous RL updates",
     "staleness": "asynchronous RL updates",
-    "freeze": "drafters that learn",
-    "distill": "drafters that learn",
     "scheduler": "lent idle slices",
     "curriculum": "curricula",
     "reward_model": "reward-model stages",
@@ -236,6 +234,11 @@ def _speculative_problems(config) -> list[str]:
             drafter.draft_vocab_size > 0 and (method not in ("eagle", "eagle3") or bool(drafter.path)),
             "drafter.draft_vocab_size is read for a new eagle or eagle3 drafter only; a drafter.path brings its own",
         ),
+        (
+            drafter.quanta_per_step > 0 and method not in ("eagle", "eagle3"),
+            f"drafter.quanta_per_step: a drafter of speculative.method={method} has no weights to train; set it to eagle or eagle3",
+        ),
+        (drafter.freeze and not drafter.quanta_per_step, "drafter.freeze=True is the control of a drafter that learns: set drafter.quanta_per_step, too"),
     )
 
 

@@ -17,6 +17,7 @@ from tlt_jax.runtime.programs import compile_counter
 from tlt_jax.sharding.rules import batch_rows_multiple
 from tlt_jax.tasks.prompts import PromptOrder, Task
 from tlt_jax.training import build, rl, sft
+from tlt_jax.training.draft_training import DraftTraining
 from tlt_jax.training.evaluation import evaluate
 from tlt_jax.training.preemption import PreemptionSignal
 from tlt_jax.training.profiling import StepProfile
@@ -64,6 +65,7 @@ class Stage:
     learners: dict[str, Learner]
     order: PromptOrder
     extra: dict = dataclasses.field(default_factory=dict)
+    draft: DraftTraining | None = None  # beside its learner: its counts, and the slices that it serves
 
     def arrays(self) -> dict:
         """Every array of the checkpoint by item."""
@@ -125,12 +127,16 @@ def check_data(config: Config, model: build.Model, task: Task, held_out: Task | 
 
 
 def _check_budget(config: Config, task: Task, rows: int) -> None:
-    """`rows` sequences, one for each device that shares the batch, have to fit into a micro-batch."""
+    """`rows` sequences, one for each device that shares the batch, have to fit into a micro-batch and into an update of the drafter, if it learns."""
     longest = max(len(prompt.prompt_ids) for prompt in task.prompts()) + config.rollout.max_new_tokens
-    if "rl" in config.stages.order and rows * longest > config.batch.tokens_per_microbatch:
-        raise ValueError(
-            f"batch.tokens_per_microbatch={config.batch.tokens_per_microbatch} cannot hold one sequence of {longest} tokens (longest prompt + "
-            f"rollout.max_new_tokens) for each of the {rows} devices that share the batch: raise it to at least {rows * longest}")
+    budgets = {"batch.tokens_per_microbatch": config.batch.tokens_per_microbatch}
+    if config.drafter.quanta_per_step:
+        budgets["distill.tokens_per_update"] = config.distill.tokens_per_update
+    for name, budget in budgets.items() if "rl" in config.stages.order else ():
+        if rows * longest > budget:
+            raise ValueError(
+                f"{name}={budget} cannot hold one sequence of {longest} tokens (longest prompt + rollout.max_new_tokens) for each of the {rows} devices "
+                f"that share the batch: raise it to at least {rows * longest}")
 
 
 def _check_stages(config: Config, store: RunStateStore, described: StepDescription) -> dict:
@@ -232,8 +238,9 @@ def _run_rl(whole: Run, checkpoint: int | None) -> None:
     session, config = whole.session, whole.session.config
     steps, every = config.stages.rl.steps, config.evaluation.every_steps
     trainer = rl.make_trainer(session, whole.take_params(), _order(session))
-    learners = {"policy": trainer.policy} | ({"critic": trainer.critic} if trainer.critic else {})
-    stage = Stage("rl", learners, trainer.order, {} if trainer.reference is None else {"reference": trainer.reference})
+    learners = {"policy": trainer.policy, "critic": trainer.critic, "drafter": trainer.draft.learner if trainer.draft else None}
+    learners = {name: learner for name, learner in learners.items() if learner is not None}
+    stage = Stage("rl", learners, trainer.order, {} if trainer.reference is None else {"reference": trainer.reference}, trainer.draft)
     done = _restore(whole, checkpoint, stage)
     trainer.reference = stage.extra.get("reference")
     session.reporter.start_stage("rl", steps)
@@ -264,17 +271,33 @@ def _restore(whole: Run, checkpoint: int | None, stage: Stage) -> int:
     """Fill the stage's networks, order and trees from its checkpoint; returns the steps that are done."""
     if checkpoint is None:
         return 0
-    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), stage.arrays())
+    known = _with_its_drafter(whole, stage, checkpoint)
+    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), known.arrays())
     arrays, host = whole.store.restore(checkpoint, like)
-    for name, learner in stage.learners.items():
+    for name, learner in known.learners.items():
         learner.params, learner.opt_state = arrays[name], arrays[f"{name}_optimizer"]
         learner.updates, learner.skipped, learner.skips_in_a_row = host["counters"][name]
     stage.extra = {name: arrays[name] for name in stage.extra}
     stage.order.restore(host["order"])
     whole.heldout += [tuple(pair) for pair in host["heldout"]]
     whole.session.published = host["policy_version"]
+    if known.draft is not None:
+        known.draft.restore(host["drafter"])
     whole.session.restore_selectors(host.get("selectors", []))  # a checkpoint of an earlier version has none
     return host["stage_step"]
+
+
+def _with_its_drafter(whole: Run, stage: Stage, checkpoint: int) -> Stage:
+    """The stage without the drafter where it began to learn after the checkpoint. Raises ValueError where what it has learned would be dropped."""
+    saved = "drafter" in whole.store.describe(checkpoint).items
+    if saved and stage.draft is None:
+        raise ValueError(
+            f"checkpoint {checkpoint} holds a drafter that has learned, and with drafter.quanta_per_step=0 it would be lost: keep drafter.quanta_per_step, and "
+            "set drafter.freeze=True to train it no further")
+    if saved or stage.draft is None:
+        return stage
+    whole.session.reporter.say(f"checkpoint {checkpoint} holds no drafter that learns: it starts now")
+    return dataclasses.replace(stage, learners={name: one for name, one in stage.learners.items() if name != "drafter"}, draft=None)
 
 
 def _save_if_due(whole: Run, stage: Stage, number: int, metrics: dict) -> None:
@@ -291,7 +314,8 @@ def _save_if_due(whole: Run, stage: Stage, number: int, metrics: dict) -> None:
     host = {
         "stage": stage.name, "stage_step": number, "policy_version": session.policy_version, "order": stage.order.state(),
         "config": _flat(config.to_dict()), "heldout": [list(pair) for pair in whole.heldout], "selectors": session.selector_states(),
-        "counters": {name: [learner.updates, learner.skipped, learner.skips_in_a_row] for name, learner in stage.learners.items()}}
+        "counters": {name: [learner.updates, learner.skipped, learner.skips_in_a_row] for name, learner in stage.learners.items()},
+        "drafter": stage.draft.state() if stage.draft else {}}
     # NaN ranks last: a step that was not evaluated is never the best one.
     best = None if session.held_out is None else {BEST_METRIC: metrics.get(BEST_METRIC, math.nan)}
     whole.store.save(whole.offset + number, stage.arrays(), host, best)

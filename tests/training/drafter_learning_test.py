@@ -1,0 +1,65 @@
+"""A drafter that learns during RL: it changes no token, no reward and no parameter of the policy, it gets better, and a resumed run is the straight one."""
+
+import pytest
+
+from tests.training.resume_test import Place
+
+OPTIONS = (
+    "stages.order=rl", "stages.rl.steps=4", "speculative.method=eagle", "speculative.strategies=2_1_2", "distill.tokens_per_update=128", "distill.lr=0.01",
+    "distill.unroll=2", "evaluation.every_steps=0", "evaluation.before=false")
+LEARNING = (*OPTIONS, "drafter.quanta_per_step=4")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The same RL run with a drafter that learns, is frozen, or is only used; and one that learns, stopped after step 2 and continued."""
+    place = Place(tmp_path_factory.mktemp("drafter"))
+    parts = place.arguments("parts", *LEARNING)
+    place.said = place.jobs(
+        (place.arguments("straight", *LEARNING), None), (place.arguments("frozen", *LEARNING, "drafter.freeze=true"), None),
+        (place.arguments("used", *OPTIONS), None), (parts, ["rl", 2]), (place.arguments("parts", *OPTIONS), None), (parts, None),
+        (place.arguments("worse", *LEARNING, "distill.lr=1000"), None))
+    return place
+
+
+def measured(place, workdir, name):
+    return [record[f"drafter/{name}"] for record in place.records(workdir) if f"drafter/{name}" in record]
+
+
+def test_every_run_ends_as_it_should(runs):
+    assert [code for code, *_ in runs.said] == ["0", "0", "0", "143", "2", "0", "0"]
+
+
+def test_learning_changes_no_token_no_reward_and_no_parameter_of_the_policy(runs):
+    policies = {}
+    for workdir in ("straight", "frozen", "used"):
+        arrays, _ = runs.checkpoint(workdir)
+        policies[workdir] = {name: array.tobytes() for name, array in arrays.items() if name.startswith("policy")}
+        assert runs.records(workdir, "samples") == runs.records("straight", "samples")
+    assert policies["straight"] == policies["frozen"] == policies["used"] != {}
+
+
+def test_a_drafter_that_learns_is_accepted_more_often_and_a_frozen_one_stays_as_it_was(runs):
+    learned = measured(runs, "straight", "acceptance_0")
+    assert len(learned) == 4 and learned[-1] > learned[0]
+    assert measured(runs, "straight", "quanta") == [4, 8, 12, 16] and measured(runs, "straight", "version")[-1] > 0
+    assert measured(runs, "frozen", "quanta") == measured(runs, "frozen", "version") == [0] * 4
+    start, now = (runs.checkpoint("frozen", step)[0] for step in (2, 4))
+    assert all(start[name].tobytes() == now[name].tobytes() for name in start if name.startswith("drafter["))
+    assert measured(runs, "used", "acceptance_0") == []
+
+
+def test_a_stopped_and_resumed_run_has_the_drafter_of_the_straight_one(runs):
+    runs.assert_equal("straight", "parts")
+    for name in ("acceptance_0", "gain", "version"):
+        assert measured(runs, "straight", name) == measured(runs, "parts", name)
+
+
+def test_what_a_drafter_has_learned_is_not_dropped_silently(runs):
+    assert "drafter.freeze=True" in runs.errors
+
+
+def test_a_drafter_that_got_worse_is_rolled_back_and_counted(runs):
+    assert measured(runs, "worse", "rolled_back") == [1, 2, 3, 4] and measured(runs, "worse", "version") == [0] * 4
+    kept, frozen = runs.checkpoint("worse")[0], runs.checkpoint("frozen")[0]
+    assert all(kept[name].tobytes() == frozen[name].tobytes() for name in kept if name.startswith("drafter["))
