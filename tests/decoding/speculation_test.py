@@ -39,14 +39,6 @@ SAMPLINGS = {
     "top_k": dict(temperature=1.0, top_k=5), "top_p": dict(temperature=0.9, top_p=0.8), "min_p": dict(temperature=1.2, min_p=0.1)}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """XLA without its costly optimisations: these tests compile more than they compute."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @functools.cache
 def policy() -> dict:
     random = np.random.default_rng(0)

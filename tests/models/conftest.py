@@ -2,7 +2,6 @@
 
 import math
 
-import jax
 import numpy as np
 import pytest
 
@@ -120,11 +119,3 @@ def frequencies_by_formula():
 @pytest.fixture(scope="session")
 def logits_by_formula():
     return reference_logits
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """XLA without its costly optimisations: these tests compile more than they compute."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)

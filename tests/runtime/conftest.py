@@ -151,11 +151,3 @@ class TinyWorld:
 
     def prompts(self, *arguments, **options):
         return random_prompts(*arguments, **options)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """XLA without its costly optimisations: these tests compile more than they compute."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)

@@ -94,9 +94,7 @@ def trial(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda *_: every[:1])
     limit = jax.config.jax_persistent_cache_min_compile_time_secs
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_disable_most_optimizations", True)
     yield lambda reward, **options: Trial(tmp_path, reward, **options)
-    jax.config.update("jax_disable_most_optimizations", False)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", limit)
 
 

@@ -80,7 +80,7 @@ def decide(settings: LoanSettings, state: Slices, seen: Observation) -> tuple[Sl
             recall.append(number)
         if one.owner is Owner.RECALLED and not reading.in_quantum:
             one = Slice()
-        elif one.owner is Owner.ROLLOUT and worth_it and not reading.rows and (not seen.more_may_come or _idle(settings, one, seen.now)):
+        if one.owner is Owner.ROLLOUT and worth_it and not reading.rows and (not seen.more_may_come or _idle(settings, one, seen.now)):
             one = Slice(Owner.DISTILLING)
             lend.append(number)
         slices.append(one)
