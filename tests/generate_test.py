@@ -289,12 +289,14 @@ def test_an_overflow_is_an_error_that_names_the_row(tmp_path, capsys, devices):
 
 @pytest.mark.slow
 def test_a_gguf_gives_the_reference_continuation_up_to_the_first_near_tie(shared, smollm2_gguf, tmp_path, devices):
-    """The longest one; all of them go through the engine in smollm2_test.py."""
-    prompts = json.loads((shared / "golden" / "smollm2_reference.json").read_text())["prompts"]
-    wanted = max(prompts, key=lambda row: len(row["token_ids"]))
-    options = ["--config.rollout.temperature=0", "--config.precision.rollout=float32", f"--config.rollout.max_new_tokens={len(wanted['token_ids'])}"]
-    (row,) = run(tmp_path, smollm2_gguf, [{"prompt_ids": wanted["prompt_ids"]}], "--config.rollout.slots=1", *options)
-    until = next((place for place, margin in enumerate(wanted["margin"]) if margin < 0.01), len(wanted["token_ids"]))
-    assert until > 8 and row["token_ids"][:until] == wanted["token_ids"][:until]
-    np.testing.assert_allclose(row["logprobs"][:until], wanted["logprobs"][:until], atol=2e-3)
-    assert row["prompt"] == wanted["text"] and (until < len(wanted["token_ids"]) or wanted["completion"].startswith(row["text"]))
+    reference = json.loads((shared / "golden" / "smollm2_reference.json").read_text())["prompts"]
+    longest = max(len(row["token_ids"]) for row in reference)
+    options = ["--config.rollout.temperature=0", "--config.precision.rollout=float32", f"--config.rollout.max_new_tokens={longest}"]
+    rows = run(tmp_path, smollm2_gguf, [{"prompt_ids": row["prompt_ids"]} for row in reference], *options)
+    for row, wanted in zip(rows, reference, strict=True):
+        until = next((place for place, margin in enumerate(wanted["margin"]) if margin < 0.01), len(wanted["token_ids"]))
+        assert row["token_ids"][:until] == wanted["token_ids"][:until]
+        np.testing.assert_allclose(row["logprobs"][:until], wanted["logprobs"][:until], atol=2e-3)
+        if until == len(wanted["token_ids"]) and row["finish_reason"] == "stop":
+            assert row["prompt"] == wanted["text"]
+            assert wanted["completion"].startswith(row["text"]) and len(row["token_ids"]) == until

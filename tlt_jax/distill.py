@@ -20,9 +20,10 @@ def _flags(parser) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Parse, check, distill; the exit code (0 done, 2 bad input, 130 interrupted)."""
+    """Parse, check, distill; the exit code (0 done, 1 given up, 2 bad input, 130 interrupted)."""
     config, args = load_config(argv, extra_flags=_flags, command="distill", description=DESCRIPTION, example=EXAMPLE)
-    from tlt_jax.training import distilling  # after the config is known to be good: importing jax takes seconds
+    from tlt_jax.runtime.policy_driver import NonFiniteUpdates  # after the config is known to be good: importing jax takes seconds
+    from tlt_jax.training import distilling
 
     logging.set_verbosity(logging.WARNING)
     config.model.path = args.model or config.model.path
@@ -33,6 +34,9 @@ def main(argv: list[str]) -> int:
     except (OSError, ValueError) as error:
         print(f"python -m tlt_jax.distill: error: {error}", file=sys.stderr)
         return 2
+    except NonFiniteUpdates as error:
+        print(f"python -m tlt_jax.distill: error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted; answers that are complete are used again", file=sys.stderr)
         return 130

@@ -24,8 +24,6 @@ class Plant:
     queue: list = dataclasses.field(default_factory=list)  # (queued since, seconds)
     quanta: list = dataclasses.field(default_factory=list)  # end of the quantum that runs on each slice, or None
     recalled_at: dict = dataclasses.field(default_factory=dict)
-    free_since: dict = dataclasses.field(default_factory=dict)
-    trained: int = 0
 
     def pass_time(self, now: float) -> None:
         """What happened since the last tick."""
@@ -56,7 +54,6 @@ def simulate(count, slots, quantum, arrivals, ticks, check):
                 rows.append(now + plant.queue.pop(0)[1])
             if state.slices[number].owner is Owner.DISTILLING and plant.quanta[number] is None:
                 plant.quanta[number] = now + quantum
-                plant.trained += 1
         worked = [bool(rows) for rows in plant.slices]
     return plant, state
 

@@ -21,6 +21,11 @@ from tlt_jax.records import PackedBatch
 VALUE_HEAD = "value_head"  # beside the policy's parameters when the critic shares the trunk
 
 
+def without_value_head(params: dict) -> dict:
+    """The policy alone."""
+    return {name: leaf for name, leaf in params.items() if name != VALUE_HEAD}
+
+
 @dataclasses.dataclass(frozen=True)
 class Pass:
     """How a training forward runs: everything static about it."""

@@ -18,7 +18,9 @@ from tlt_jax.sharding import movement
 class DraftLearner(Learner):
     """A drafter in training: its weights without the draft ids, its optimizer, and what it reads of the policy, which may be replaced between updates."""
 
-    def __init__(self, mesh, drafter: FeatureDrafter, loss: DraftLoss, optimizer: optax.GradientTransformation, params: dict, frozen: Frozen):
+    rate = "distill.lr"
+
+    def __init__(self, mesh, drafter: FeatureDrafter, loss: DraftLoss, optimizer: optax.GradientTransformation, params: dict, frozen: Frozen | None):
         self.frozen, self.ids = frozen, params.get("ids")
 
         def objective(params, data):
@@ -50,7 +52,7 @@ class DraftLearner(Learner):
 class Teacher:
     """The policy as the source of features."""
 
-    def __init__(self, mesh, drafter: FeatureDrafter, params: dict):
+    def __init__(self, mesh, drafter: FeatureDrafter, params: dict | None):
         self.mesh, self.params = mesh, params
         self._program = teach_program(mesh, drafter.spec, drafter.capture_layers)
 

@@ -16,6 +16,8 @@ class NonFiniteUpdates(RuntimeError):
 class Learner:
     """Parameters and optimizer state of one network, and the count of its updates."""
 
+    rate = "optimizer.lr"  # the config key of its learning rate
+
     def __init__(self, programs: LearnerPrograms, params, opt_state=None, *, max_skips: int = 5):
         self.programs, self.params, self.max_skips = programs, params, max_skips
         self.opt_state = programs.init(params) if opt_state is None else opt_state
@@ -36,7 +38,7 @@ class Learner:
         self.skips_in_a_row = self.skips_in_a_row + 1 if skipped else 0
         if self.skips_in_a_row >= self.max_skips:
             raise NonFiniteUpdates(
-                f"{self.skips_in_a_row} updates in a row had non-finite gradients (optimizer.max_skips={self.max_skips}). Lower optimizer.lr, or resume from "
+                f"{self.skips_in_a_row} updates in a row had non-finite gradients (optimizer.max_skips={self.max_skips}). Lower {self.rate}, or resume from "
                 "an earlier checkpoint with checkpoint.resume=STEP.")
         return numbers
 

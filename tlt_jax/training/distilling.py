@@ -15,14 +15,13 @@ from tlt_jax.checkpoints.drafter_files import DrafterFiles, LoadedDrafter, save_
 from tlt_jax.checkpoints.pretrained import load_policy
 from tlt_jax.distillation.pairs import DraftBatch
 from tlt_jax.drafters.feature_drafter import FeatureDrafter, policy_head
-from tlt_jax.optimizers import OptimizerSettings, make_optimizer
 from tlt_jax.runtime.draft_driver import DraftLearner, Teacher
 from tlt_jax.runtime.programs import frozen_program, new_drafter
 from tlt_jax.sharding.rules import batch_rows_multiple
 from tlt_jax.strategies import Completion
 from tlt_jax.tasks.prompts import Prompt, PromptOrder
 from tlt_jax.training import build
-from tlt_jax.training.draft_training import draft_loss
+from tlt_jax.training.draft_training import draft_loss, draft_optimizer, unfilled
 from tlt_jax.training.drafting import load_params, make_drafter
 from tlt_jax.training.experience import Packing, Trajectory, pack
 from tlt_jax.training.generation import GENERATE_STEP, Display, open_engine
@@ -31,7 +30,6 @@ from tlt_jax.training.rollout_phase import Phase, check_lengths
 from tlt_jax.training.settings import Config
 from tlt_jax.training.settings_rules import copy_with
 
-WARMUP_SHARE = 0.05
 LINE_SECONDS = 15.0
 Answer = tuple[tuple[int, ...], tuple[int, ...]]  # prompt ids, response ids
 
@@ -60,7 +58,8 @@ def distill(config: Config, workdir: str) -> None:
     if held_out >= len(batches):
         raise ValueError(f"{len(batches)} batches are too few to hold one back: raise distill.prompts or lower distill.tokens_per_update")
     learner = DraftLearner(
-        meshes.train, drafter, draft_loss(config), _optimizer(config, len(batches) - held_out), params, frozen)
+        meshes.train, drafter, draft_loss(config), draft_optimizer(config, "cosine", config.distill.epochs * (len(batches) - held_out)), params,
+        frozen)
     _train(config, learner, batches[held_out:], batches[:held_out], JsonLines(directory / "metrics.jsonl"))
     save_drafter(directory / "drafter", model.spec, LoadedDrafter(_files(config, drafter), learner.drafter_params))
     print(f"drafter written to {directory / 'drafter'}")
@@ -120,8 +119,7 @@ def packed_answers(config: Config, answers: Sequence[Answer], row_multiple: int)
     size, batches = max(budget // row_multiple // longest, 1), []
     width = min(budget // row_multiple, size * longest)
     for packed in pack([trajectories[index] for index in order], Packing(budget, row_multiple, width)).batches:
-        empty = np.zeros((*packed.tokens_BT.shape, 0), np.float32)
-        batches.append(DraftBatch(packed.tokens_BT, packed.positions_BT, packed.segments_BT, packed.mask_BT, empty, empty))
+        batches.append(unfilled(packed))
     return batches
 
 
@@ -133,11 +131,6 @@ def _with_features(teacher: Teacher, batches: Sequence[DraftBatch]) -> list[Draf
             said = time.monotonic()
             print(f"features {len(filled)}/{len(batches)}", flush=True)
     return filled
-
-
-def _optimizer(config: Config, batches: int):
-    updates = config.distill.epochs * batches
-    return make_optimizer(OptimizerSettings(lr=config.distill.lr, schedule="cosine", warmup=int(WARMUP_SHARE * updates), total=updates, b2=0.95))
 
 
 def _train(config: Config, learner: DraftLearner, batches: Sequence[DraftBatch], held_out: Sequence[DraftBatch], lines: JsonLines) -> None:

@@ -10,8 +10,9 @@ import numpy as np
 
 from tlt_jax.distillation.draft_losses import DraftLoss
 from tlt_jax.distillation.pairs import DraftBatch
-from tlt_jax.objectives.policy_update import VALUE_HEAD
+from tlt_jax.objectives.policy_update import without_value_head
 from tlt_jax.optimizers import OptimizerSettings, make_optimizer
+from tlt_jax.records import PackedBatch
 from tlt_jax.runtime.draft_driver import DraftLearner, Teacher
 from tlt_jax.runtime.programs import frozen_program, new_drafter
 from tlt_jax.sharding import movement
@@ -42,12 +43,13 @@ class DraftTraining:
         """Every slice serves the drafter of this learner from now on. `policy`: its parameters on the train mesh."""
         config, mesh = session.config, session.meshes.train
         self.config, self.drivers = config, session.drivers
-        drafter, policy = self.drivers[0].programs.drafter, _trunk(policy)
-        params = load_params(config, session.model.spec, "float32") or new_drafter(drafter, policy, config.seed)
+        drafter = self.drivers[0].programs.drafter
+        params = load_params(config, session.model.spec, "float32") or new_drafter(drafter, without_value_head(policy), config.seed)
         self._freeze = frozen_program(drafter)
-        self.learner = DraftLearner(mesh, drafter, draft_loss(config), _optimizer(config), params, self._freeze(policy, params.get("ids")))
+        optimizer = draft_optimizer(config, "constant", config.stages.rl.steps * config.drafter.quanta_per_step)
+        self.learner = DraftLearner(mesh, drafter, draft_loss(config), optimizer, params, None)
         self.learner.max_skips = config.optimizer.max_skips
-        self.teacher, self.packing, self.counts = Teacher(mesh, drafter, policy), draft_packing(session), DraftCounts()
+        self.teacher, self.packing, self.counts = Teacher(mesh, drafter, None), draft_packing(session), DraftCounts()
         self.serve()
 
     def serve(self) -> None:
@@ -61,7 +63,7 @@ class DraftTraining:
 
         The texts come in an order of (seed, step). Those of the first batch are held back; when there is no other batch it is trained on too.
         """
-        self.teacher.params, before = _trunk(policy), self.learner.params
+        self.teacher.params, before = without_value_head(policy), self.learner.params
         self.learner.frozen = self._freeze(self.teacher.params, self.learner.ids)
         order = np.random.default_rng((self.config.seed, step)).permutation(len(trajectories))
         batches = whole_batches([dataclasses.replace(trajectories[index], trained=True) for index in order], self.packing)  # unscored ones, too
@@ -72,6 +74,7 @@ class DraftTraining:
         for quantum in range(quanta):
             self.learner.update([texts[quantum % len(texts)]])
         trained = self.learner.evaluate(held_out) if quanta else measured
+        self.teacher.params = self.learner.frozen = None  # what the next update replaces is not kept alive
         self.counts.quanta += quanta
         if trained[MEASURE] < measured[MEASURE] - WORSE:
             self.learner.params, trained = before, measured
@@ -110,15 +113,16 @@ def whole_batches(trajectories: list[Trajectory], packing: Packing) -> list[Draf
     batches = []
     for packed in pack(trajectories, packing).batches:
         padded = jax.tree.map(lambda array: np.pad(array, ((0, rows - len(array)), (0, 0))), packed)
-        empty = np.zeros((*padded.tokens_BT.shape, 0), np.float32)
-        batches.append(DraftBatch(padded.tokens_BT, padded.positions_BT, padded.segments_BT, padded.mask_BT, empty, empty))
+        batches.append(unfilled(padded))
     return batches
 
 
-def _trunk(policy: dict) -> dict:
-    return {name: params for name, params in policy.items() if name != VALUE_HEAD}
+def unfilled(packed: PackedBatch) -> DraftBatch:
+    """Packed texts whose features are still empty."""
+    empty = np.zeros((*packed.tokens_BT.shape, 0), np.float32)
+    return DraftBatch(packed.tokens_BT, packed.positions_BT, packed.segments_BT, packed.mask_BT, empty, empty)
 
 
-def _optimizer(config: Config):
-    total = config.stages.rl.steps * config.drafter.quanta_per_step
-    return make_optimizer(OptimizerSettings(lr=config.distill.lr, schedule="constant", warmup=int(WARMUP_SHARE * total), total=total, b2=0.95))
+def draft_optimizer(config: Config, schedule: str, updates: int):
+    """AdamW at distill.lr, warmed up over the first of `updates`."""
+    return make_optimizer(OptimizerSettings(lr=config.distill.lr, schedule=schedule, warmup=int(WARMUP_SHARE * updates), total=updates, b2=0.95))

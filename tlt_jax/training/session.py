@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 
-from tlt_jax.objectives.policy_update import VALUE_HEAD
+from tlt_jax.objectives.policy_update import without_value_head
 from tlt_jax.rewards.pool import RewardPool
 from tlt_jax.runtime.policy_driver import Publisher
 from tlt_jax.runtime.rollout_driver import RolloutDriver
@@ -38,7 +38,7 @@ class Session:
 
     def publish(self, params) -> list:
         """The policy's weights to every slice under a new version; a value head on its trunk stays where it is."""
-        params = {name: leaf for name, leaf in params.items() if name != VALUE_HEAD}
+        params = without_value_head(params)
         if self.publisher is None:
             self.publisher = Publisher(self.meshes, params, build.resolve_dtype(self.config, "rollout"))
             self.publisher.version = self.published
