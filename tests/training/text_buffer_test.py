@@ -1,6 +1,7 @@
 """The ring of texts: bounded, deterministic, and never without long answers as long as there are any."""
 
 import json
+import weakref
 
 import numpy as np
 import pytest
@@ -62,6 +63,11 @@ def test_the_order_in_which_texts_finish_decides_nothing_once_the_step_is_over(l
     assert places(one.draw((1, 2), 30)) == places(other.draw((1, 2), 30))
 
 
+def test_a_long_text_that_loses_its_guard_saves_no_short_ones_that_came_late():
+    steps = [[5] * 3, [45, *[5] * 16, 20]]  # the 45 tokens are guarded until the 20 come, and then too old
+    assert all_of(filled(steps, 400, 0.5)) == all_of(filled(steps, 400, 0.5, shuffle=reversed))
+
+
 @settings(deadline=None)
 @given(st.lists(st.integers(50, 60), min_size=1, max_size=4), st.integers(1, 9), st.integers(0, 200))
 def test_a_flood_of_short_texts_leaves_the_newest_long_ones_up_to_their_share(long, short, flood):
@@ -77,6 +83,20 @@ def test_the_oldest_text_goes_first_when_all_are_alike():
 def test_long_texts_give_way_to_newer_long_ones():
     held = all_of(filled([[50, *[5] * 9], [51, *[5] * 9], [52, *[5] * 30]], capacity=900, share=0.25))
     assert (2, 0, 52) in held and (0, 0, 50) not in held
+
+
+def test_a_text_too_long_to_be_guarded_takes_the_guard_of_no_other():
+    assert (0, 0, 20) in all_of(filled([[20, *[5] * 5], [60], [5] * 30], capacity=400, share=0.25))
+
+
+def test_a_text_that_had_to_leave_is_not_kept_in_memory():
+    buffer, first = TextBuffer(100, 0.0), text(20)
+    alive = weakref.ref(first)
+    buffer.add(first)
+    del first
+    assert alive() is not None
+    buffer.add(text(20, index=1))
+    assert alive() is None
 
 
 def test_a_text_larger_than_its_room_is_left_out_and_counted():
