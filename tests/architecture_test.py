@@ -33,7 +33,9 @@ DEVICE_PURE = ("models", "drafters", "decoding", "objectives", "distillation", "
 HOST_PURE = ("tasks", "rewards", "scheduling", "strategies")
 HOST_FILES = tuple(
     f"tlt_jax/training/{name}.py"
-    for name in ("settings", "settings_rules", "command_line", "compile_cache", "reporting", "health", "progress", "curves", "json_lines", "text_buffer")
+    for name in (
+        "settings", "settings_rules", "command_line", "compile_cache", "reporting", "health", "progress", "curves", "json_lines", "text_buffer",
+        "timeline_files")
 )
 JAX_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax", "chex")
 SETTINGS_FILES = ("tlt_jax/training/settings.py", "tlt_jax/training/settings_rules.py", "tlt_jax/training/command_line.py")

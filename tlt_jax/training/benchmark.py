@@ -16,7 +16,6 @@ from typing import NamedTuple
 import jax
 import numpy as np
 from etils import epath
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from tlt_jax.runtime.programs import compile_counter
@@ -222,7 +221,6 @@ def write(path: str, records: Sequence[dict]) -> None:
 def draw(path: epath.Path, records: Sequence[dict]) -> None:
     """Speed, gain over plain decoding and accept length of each strategy against the number of rows, as a PNG."""
     figure = Figure(figsize=(13, 4), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = (("decode tokens/s", "tokens_per_second"), ("x plain decoding", "ratio_to_plain"), ("tokens a round (bonus token too)", "accept_length"))
     for axes, (title, name) in zip(figure.subplots(1, len(panels)), panels, strict=True):
         for strategy in dict.fromkeys(one["strategy"] for one in records):

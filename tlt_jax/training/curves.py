@@ -7,7 +7,6 @@ import io
 from collections.abc import Sequence
 
 from etils import epath
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 _PANELS = (
@@ -24,7 +23,6 @@ def draw_curves(records: Sequence[dict], path: epath.Path) -> None:
     if not any(steps for _, series in panels for _, steps, _ in series):
         return
     figure = Figure(figsize=(10, 6), layout="constrained")
-    FigureCanvasAgg(figure)
     for axes, (title, series) in zip(figure.subplots(2, 2).flat, panels, strict=True):
         axes.set_title(title)
         axes.set_xlabel("step")

@@ -9,11 +9,26 @@ from collections.abc import Callable
 from etils import epath
 
 
-class JsonLines:
-    """One append-only file of JSON objects."""
+class Journal:
+    """A file that a run appends to."""
 
     def __init__(self, path: epath.Path):
         self._path = path
+
+    def set_aside(self) -> None:
+        """Renames a file that is there to the first free NAME.1, NAME.2, …"""
+        if self._path.exists():
+            number = 1
+            while (old := self._path.parent / f"{self._path.name}.{number}").exists():
+                number += 1
+            self._path.rename(old)
+
+
+class JsonLines(Journal):
+    """One append-only file of JSON objects."""
+
+    def __init__(self, path: epath.Path):
+        super().__init__(path)
         self._file = None
 
     def write(self, record: dict) -> None:
@@ -46,14 +61,6 @@ class JsonLines:
             new = self._path.parent / f"{self._path.name}.new"
             new.write_text(text)
             new.replace(self._path)
-
-    def set_aside(self) -> None:
-        """Renames a file that is there to the first free NAME.1, NAME.2, …"""
-        if self._path.exists():
-            number = 1
-            while (old := self._path.parent / f"{self._path.name}.{number}").exists():
-                number += 1
-            self._path.rename(old)
 
     def close(self) -> None:
         """Closes the file; a later write opens it again."""
