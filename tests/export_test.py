@@ -44,11 +44,11 @@ def model(tmp_path):
     return directory
 
 
-def make_run(workdir, source, items, step=0):
+def make_run(workdir, source, items, step=0, host=None):
     """A workdir as training leaves it."""
     run_model.save_run_model(workdir, source)
     store = RunStateStore(workdir / "checkpoints", async_save=False)
-    assert store.save(step, items, {})
+    assert store.save(step, items, host or {})
     store.close()
     return workdir
 
@@ -111,7 +111,7 @@ def test_a_critic_becomes_a_sequence_classification_model(model, tmp_path, capsy
     exported(workdir, tmp_path / "both", "--what=policy,critic")
 
 
-def test_a_critic_on_the_policys_trunk_is_taken_apart(model, tmp_path):
+def test_a_critic_on_the_policys_trunk_is_taken_apart_and_is_no_drafter(model, tmp_path, capsys):
     assert run_model.SHARED_VALUE_HEAD == VALUE_HEAD
     loaded = load_policy(model)
     head = {"kernel": jax.numpy.full((8, 1), 0.25)}
@@ -119,6 +119,8 @@ def test_a_critic_on_the_policys_trunk_is_taken_apart(model, tmp_path):
     same(load_policy(workdir).params, loaded.params)
     output = exported(workdir, tmp_path / "critic", "--what=critic")
     same(load_policy(output).params, {**loaded.params, "head": head})
+    assert export.main([f"--workdir={workdir}", f"--output={tmp_path / 'drafter'}", "--what=drafter"]) == 2
+    assert "holds no drafter" in capsys.readouterr().err
 
 
 def test_what_cannot_be_exported_is_one_clear_error_and_writes_nothing(model, tmp_path, capsys):
@@ -126,9 +128,9 @@ def test_what_cannot_be_exported_is_one_clear_error_and_writes_nothing(model, tm
     workdir = make_run(tmp_path / "run", loaded.source, {"policy": loaded.params})
     output = tmp_path / "out"
     for options, words in (
-        (["--what=drafter"], "--what=drafter is not built"),
-        (["--what=policies"], "--what=policies must be of policy, critic"),
-        (["--what=policy,critic"], "holds no critic"),
+        (["--what=policies"], "--what=policies must be of policy, critic, drafter"),
+        (["--what=policy,critic"], "holds no critic (it holds policy): a run trains one with algorithm.name=ppo"),
+        (["--what=policy,drafter"], "holds no drafter (it holds policy): a run trains one with drafter.quanta_per_step above 0"),
         (["--step=5"], "there is no step 5"),
         ([f"--workdir={tmp_path}"], "is not the workdir of a run"),
     ):

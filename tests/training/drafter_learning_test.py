@@ -3,6 +3,10 @@
 import pytest
 
 from tests.training.resume_test import Place
+from tlt_jax import export
+from tlt_jax.checkpoints.drafter_files import load_drafter
+from tlt_jax.checkpoints.run_model import load_run_drafter, read_run_model
+from tlt_jax.checkpoints.tensor_layout import flatten
 
 OPTIONS = (
     "stages.order=rl", "stages.rl.steps=4", "speculative.method=eagle", "speculative.strategies=2_1_2", "distill.tokens_per_update=128", "distill.lr=0.01",
@@ -68,3 +72,11 @@ def test_a_drafter_that_got_worse_is_rolled_back_and_counted(runs):
     assert measured(runs, "worse", "rolled_back") == [1, 2, 3, 4] and measured(runs, "worse", "version") == [0] * 4
     kept, frozen = (drafter_of(runs.checkpoint(workdir)[0]) for workdir in ("worse", "frozen"))
     assert kept == frozen != {}
+
+
+def test_the_drafter_of_a_run_is_exported_as_it_drafted(runs, tmp_path):
+    workdir = runs.folder / "straight"
+    assert export.main([f"--workdir={workdir}", f"--output={tmp_path / 'out'}", "--what=drafter"]) == 0
+    spec, _ = read_run_model(workdir)
+    trained, written = flatten(load_run_drafter(workdir, 4).params), flatten(load_drafter(tmp_path / "out", spec).params)
+    assert {path: leaf.tobytes() for path, leaf in trained.items()} == {path: leaf.tobytes() for path, leaf in written.items()} != {}

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 
+from tlt_jax.checkpoints.export_directory import export_directory
 from tlt_jax.checkpoints.safetensors_files import SafetensorsFiles, read_json
 from tlt_jax.checkpoints.tensor_layout import FILE_DTYPES, TensorPlace, file_tensor, flatten, nest, read_parameter
 from tlt_jax.models.specs import PolicySpec, config_from_spec, spec_from_config
@@ -73,18 +74,25 @@ def load_drafter(path: str | os.PathLike[str], policy: PolicySpec, *, dtype: str
 
 
 def save_drafter(path: str | os.PathLike[str], policy: PolicySpec, drafter: LoadedDrafter, *, dtype: str = "float32") -> None:
-    """Write a drafter that SGLang, vLLM and `load_drafter` read, with its tensors in `dtype`."""
-    files, directory = drafter.files, pathlib.Path(path)
+    """Write a drafter that SGLang, vLLM and `load_drafter` read, with its tensors in `dtype`.
+
+    An earlier drafter at `path` is replaced. Raises ValueError for parameters of another form, FileExistsError for a directory with other files.
+    """
+    files = drafter.files
     leaves = flatten(jax.tree.map(np.asarray, {key: value for key, value in drafter.params.items() if key != "ids"}))
-    tensors = {place.name: file_tensor(place, leaves[place.path]).astype(dtype) for place in _places(files, policy.hidden_size)}
+    places = {place.path: place for place in _places(files, policy.hidden_size)}
+    wrong = [path for path in places | leaves if path not in places or path not in leaves or leaves[path].shape != places[path].shape]
+    if wrong:
+        raise ValueError(f"these parameters are not those of the {files.kind} drafter that is described: {', '.join(map('.'.join, wrong))}")
+    tensors = {place.name: file_tensor(place, leaves[path]).astype(dtype) for path, place in places.items()}
     if files.kind == "eagle3":
         ids = np.asarray(drafter.params["ids"], np.int64)
         tensors["d2t"], tensors["t2d"] = ids - np.arange(len(ids)), np.isin(np.arange(policy.vocab_size), ids)
     elif files.vocabulary:
         tensors["d2t"] = np.asarray(drafter.params["ids"], np.int64) - np.arange(files.vocabulary)
-    directory.mkdir(parents=True, exist_ok=True)
-    safetensors.numpy.save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    (directory / "config.json").write_text(json.dumps(_config(files, policy, dtype), indent=2) + "\n")
+    with export_directory(path) as directory:
+        safetensors.numpy.save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        (directory / "config.json").write_text(json.dumps(_config(files, policy, dtype), indent=2) + "\n")
 
 
 def _open(path: str | os.PathLike[str]) -> tuple[dict[str, Any], SafetensorsFiles]:

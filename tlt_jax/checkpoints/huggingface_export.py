@@ -10,25 +10,21 @@ import json
 import math
 import os
 import pathlib
-import re
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
-from etils import epath
 from safetensors.numpy import save_file
 
-from tlt_jax.checkpoints.model_source import TOKENIZER_FILES, ModelSource, read_chat_template
+from tlt_jax.checkpoints.export_directory import export_directory
+from tlt_jax.checkpoints.model_source import ModelSource, read_chat_template
 from tlt_jax.checkpoints.safetensors_files import INDEX_NAME, SINGLE_NAME
 from tlt_jax.checkpoints.tensor_layout import FILE_DTYPES, file_tensor, flatten, tensor_places
 from tlt_jax.models.specs import PolicySpec, architecture_fields, config_from_spec, spec_from_config
 
 MAX_SHARD_BYTES = 5_000_000_000
-_SHARD_NAME = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
-_TEXT_FILES = {*TOKENIZER_FILES, "config.json", "generation_config.json", INDEX_NAME}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,19 +59,8 @@ def save_policy(
     _check_leaves(spec, leaves)
     main, dtypes = _file_dtypes(spec, leaves, source, dtype)
     export = _Export(spec, leaves, dtypes, _config(spec, source, main), source, max_shard_bytes)
-    if "://" in os.fspath(path):
-        _write_to_bucket(export, epath.Path(path))
-        return
-    target = pathlib.Path(path)
-    _refuse_foreign(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
-        made, replaced = pathlib.Path(scratch) / "made", pathlib.Path(scratch) / "replaced"
-        made.mkdir()
+    with export_directory(path) as made:
         _write(export, made)
-        if target.exists():
-            target.rename(replaced)
-        made.rename(target)
 
 
 def _write(export: _Export, directory: pathlib.Path) -> None:
@@ -102,17 +87,6 @@ def _write_side_files(source: ModelSource, directory: pathlib.Path) -> None:
         shutil.copyfile(pathlib.Path(source.tokenizer_dir or source.path) / name, directory / name)
     if source.chat_template is not None and read_chat_template(directory) != source.chat_template:
         (directory / "chat_template.jinja").write_text(source.chat_template, encoding="utf-8")
-
-
-def _write_to_bucket(export: _Export, target: epath.Path) -> None:
-    """Buckets have no rename: config.json, without which nothing loads, goes last."""
-    with tempfile.TemporaryDirectory() as scratch:
-        made = pathlib.Path(scratch)
-        _write(export, made)
-        target.mkdir(parents=True, exist_ok=True)
-        for file in sorted(made.iterdir(), key=lambda file: file.name == "config.json"):
-            with open(file, "rb") as source, (target / file.name).open("wb") as sink:
-                shutil.copyfileobj(source, sink)
 
 
 def _shards(export: _Export) -> list[list[str]]:
@@ -193,18 +167,6 @@ def _config(spec: PolicySpec, source: ModelSource | None, dtype: str) -> dict[st
     for field in [field for field in ("dtype", "torch_dtype") if field in config] or ["dtype"]:
         config[field] = dtype
     return config
-
-
-def _refuse_foreign(target: pathlib.Path) -> None:
-    """Only an earlier export, or an empty directory, may be replaced."""
-    if not target.exists():
-        return
-    if not target.is_dir():
-        raise FileExistsError(f"{target} is a file. Choose another directory to export to.")
-    names = sorted(entry.name for entry in target.iterdir())
-    foreign = [name for name in names if name not in _TEXT_FILES and not _SHARD_NAME.fullmatch(name)]
-    if foreign or (names and "config.json" not in names):
-        raise FileExistsError(f"{target} holds files that are not an earlier export ({', '.join((foreign or names)[:5])}). Choose another directory.")
 
 
 def _write_json(path: pathlib.Path, value: dict[str, Any]) -> None:

@@ -22,7 +22,8 @@ from tlt_jax.models.specs import PolicySpec, config_from_spec, spec_from_config
 from tlt_jax.sharding.rules import param_shardings
 
 DESCRIPTION, TOKENIZER, CHECKPOINTS = "model.json", "tokenizer", "checkpoints"
-NETWORKS = ("policy", "critic")
+NETWORKS = ("policy", "critic", "drafter")
+_TRAINED_BY = {"critic": "algorithm.name=ppo", "drafter": "drafter.quanta_per_step above 0 (eagle and eagle3)"}
 SHARED_VALUE_HEAD = "value_head"  # beside the policy's parameters when the critic shares its trunk
 _FORMAT = 1
 
@@ -35,6 +36,14 @@ class RunNetwork:
     spec: PolicySpec
     params: dict[str, Any]
     source: ModelSource
+
+
+@dataclasses.dataclass(frozen=True)
+class RunDrafter:
+    """What a run's drafter has learned at one step: its trained parameters (draft ids are not among them), and the run's config by dotted name."""
+
+    params: dict[str, Any]
+    config: dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,9 +138,7 @@ def load_network(
     with _opened(workdir) as store:
         step = _chosen_step(store, step)
         item, tree = _saved(store, step, network)
-        placed = param_shardings(mesh, tree) if mesh is not None else jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.local_devices()[0]), tree)
-        like = jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree, placed)
-        params = dict(store.restore_item(step, item, like))
+        params = dict(store.restore_item(step, item, _placed(tree, mesh)))
         where = f"step {step} in {store.directory}"
     value_head = params.pop(SHARED_VALUE_HEAD, None)
     if network == "critic":
@@ -142,6 +149,13 @@ def load_network(
     if dtype is not None:
         params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
     return RunNetwork(step, spec, params, source)
+
+
+def load_run_drafter(workdir: str | os.PathLike[str], step: int) -> RunDrafter:
+    """The drafter of the run at `step`, on one device. Raises FileNotFoundError for an absent step or drafter, ValueError for an incomplete step."""
+    with _opened(workdir) as store:
+        item, tree = _saved(store, step, "drafter")
+        return RunDrafter(store.restore_item(step, item, _placed(tree, None)), store.describe(step).host["config"])
 
 
 @contextlib.contextmanager
@@ -171,12 +185,19 @@ def _chosen_step(store: RunStateStore, step: int | None) -> int:
 def _saved(store: RunStateStore, step: int, network: str) -> tuple[str, dict[str, Any]]:
     """The item that holds a network, and its saved tree as shapes and dtypes."""
     items = store.describe(step).items
-    item = network if network in items else "policy"
+    item = "policy" if network == "critic" and network not in items else network
     tree = nest({tuple(path.split("/")): leaf for path, leaf in items.get(item, {}).items()})
     if not tree or (item != network and SHARED_VALUE_HEAD not in tree):
-        why = ": only ppo trains one" if network == "critic" else ""
+        why = f": a run trains one with {_TRAINED_BY[network]}" if network in _TRAINED_BY else ""
         raise FileNotFoundError(f"step {step} in {store.directory} holds no {network} (it holds {', '.join(items)}){why}")
     return item, tree
+
+
+def _placed(tree: dict[str, Any], mesh: jax.sharding.Mesh | None) -> dict[str, Any]:
+    """Shapes and dtypes with where they go: sharded over the mesh, or on one device."""
+    one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    shardings = param_shardings(mesh, tree) if mesh is not None else jax.tree.map(lambda _: one, tree)
+    return jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree, shardings)
 
 
 def _check_leaves(spec: PolicySpec, leaves: Mapping[tuple[str, ...], Any], where: str) -> None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from tlt_jax.checkpoints.drafter_files import DrafterFiles, LoadedDrafter, save_drafter
+from tlt_jax.checkpoints.drafter_files import LoadedDrafter, save_drafter
 from tlt_jax.checkpoints.pretrained import load_policy
 from tlt_jax.distillation.pairs import DraftBatch
 from tlt_jax.drafters.feature_drafter import FeatureDrafter, policy_head
@@ -22,7 +22,7 @@ from tlt_jax.strategies import Completion
 from tlt_jax.tasks.prompts import Prompt, PromptOrder
 from tlt_jax.training import build
 from tlt_jax.training.draft_training import draft_loss, draft_optimizer, unfilled
-from tlt_jax.training.drafting import load_params, make_drafter
+from tlt_jax.training.drafting import files_of, load_params, make_drafter
 from tlt_jax.training.experience import Packing, Trajectory, pack
 from tlt_jax.training.generation import GENERATE_STEP, Display, open_engine
 from tlt_jax.training.json_lines import JsonLines
@@ -61,7 +61,7 @@ def distill(config: Config, workdir: str) -> None:
         meshes.train, drafter, draft_loss(config), draft_optimizer(config, "cosine", config.distill.epochs * (len(batches) - held_out)), params,
         frozen)
     _train(config, learner, batches[held_out:], batches[:held_out], JsonLines(directory / "metrics.jsonl"))
-    save_drafter(directory / "drafter", model.spec, LoadedDrafter(_files(config, drafter), learner.drafter_params))
+    save_drafter(directory / "drafter", model.spec, LoadedDrafter(files_of(config, drafter), learner.drafter_params))
     print(f"drafter written to {directory / 'drafter'}")
     print(f"next: python -m tlt_jax.generate --model={config.model.path} --drafter={directory / 'drafter'} --prompts=PROMPTS.jsonl --output=ANSWERS.jsonl")
 
@@ -163,7 +163,3 @@ def _train(config: Config, learner: DraftLearner, batches: Sequence[DraftBatch],
 def _described(stats: dict[str, float]) -> str:
     levels = [stats[name] for name in sorted(stats) if name.startswith("drafter/acceptance_")]
     return f"loss {stats['drafter/loss']:.3f}, acceptance by level {', '.join(f'{value:.3f}' for value in levels)}"
-
-
-def _files(config: Config, drafter: FeatureDrafter) -> DrafterFiles:
-    return DrafterFiles(config.speculative.method, drafter.layer_spec, drafter.vocabulary, drafter.capture_layers or None)

@@ -1,10 +1,12 @@
 """From config words to a drafter, its weights and how the slices use it."""
 
+import numpy as np
+
 from tlt_jax.checkpoints.drafter_files import DrafterFiles, drafter_kind, load_drafter, read_drafter
 from tlt_jax.drafters.drafter import Drafter
 from tlt_jax.drafters.eagle import Eagle
 from tlt_jax.drafters.eagle3 import Eagle3, default_capture
-from tlt_jax.drafters.feature_drafter import layer_like
+from tlt_jax.drafters.feature_drafter import FeatureDrafter, layer_like
 from tlt_jax.drafters.prompt_lookup import PromptLookup
 from tlt_jax.drafters.truncated import Truncated
 from tlt_jax.models.specs import PolicySpec
@@ -42,6 +44,18 @@ def make_drafter(config: Config, spec: PolicySpec) -> Drafter | None:
 def load_params(config: Config, spec: PolicySpec, dtype: str) -> dict | None:
     """The drafter's weights where the config has a path; None: they are made from the policy."""
     return load_drafter(config.drafter.path, spec, dtype=dtype).params if config.drafter.path else None
+
+
+def draft_ids(config: Config, drafter: FeatureDrafter) -> np.ndarray | None:
+    """Global ids of the draft tokens of a run with this config: those of its files, else the lowest; None when every token is one."""
+    if config.drafter.path:
+        return load_params(config, drafter.spec, "float32").get("ids")
+    return np.arange(drafter.vocabulary, dtype=np.int32) if drafter.vocabulary else None
+
+
+def files_of(config: Config, drafter: FeatureDrafter) -> DrafterFiles:
+    """The drafter as its directory describes it."""
+    return DrafterFiles(config.speculative.method, drafter.layer_spec, drafter.vocabulary, drafter.capture_layers or None)
 
 
 def _described(spec: PolicySpec, files: DrafterFiles) -> Drafter:
