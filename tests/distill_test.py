@@ -1,5 +1,6 @@
 """The distill command on a tiny model: what it writes is used by generate, answers are kept, and mistakes are found before any work."""
 
+import gc
 import json
 
 import jax
@@ -11,6 +12,7 @@ from tlt_jax.checkpoints.drafter_files import load_drafter
 from tlt_jax.checkpoints.huggingface_export import save_policy
 from tlt_jax.models.decoder import abstract_params
 from tlt_jax.models.specs import PolicySpec, RopeSpec
+from tlt_jax.runtime import programs
 from tlt_jax.tasks.character_tokenizer import character_tokenizer
 
 ALPHABET = "abcdefghijklmnop"
@@ -72,6 +74,30 @@ def test_answers_that_are_there_are_used_again(model, prompts, tmp_path, one_dev
     capsys.readouterr()
     assert run(model[0], prompts, tmp_path / "w", "--config.speculative.method=eagle", "--config.distill.epochs=1") == 0
     assert "24 answers from" in capsys.readouterr().out and (tmp_path / "w" / "answers.jsonl").read_text() == before
+
+
+def test_a_dry_run_says_batches_updates_and_memory_and_starts_nothing(model, prompts, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    gc.collect()
+    arrays, compiled = len(jax.live_arrays()), programs.compile_counter().count
+    options = ["--config.speculative.method=eagle3", "--config.drafter.draft_vocab_size=12", "--config.mesh.train.fsdp=1", "--config.mesh.train.data=-1"]
+    plan = [f"--model={model[0]}", "--config.data.task=prompts", f"--config.data.path={prompts}", *OPTIONS, *options, "--dry_run"]
+    assert distill.main([*plan, "--config.distill.tokens_per_update=320"]) == 0
+    assert (len(jax.live_arrays()), programs.compile_counter().count, sorted(tmp_path.iterdir())) == (arrays, compiled, before)
+    printed = capsys.readouterr().out
+    parameters = 16 * 48 + 16 * 2 + 32 * 16 + 2 * 32 * 8 + 16 * 16 + 16 + 3 * 16 * 24 + 16 + 16 * 12  # fc, norms, q, k and v, o, norm, mlp, norm, head
+    for words in (
+        "seed=0", "train mesh: data=8 x fsdp=1 x tensor=1", "24 prompts of 3 to 8 tokens × 1 = 24 answers to sample, each of at most 12 tokens",
+        "at most 2 batches of 8 rows of 40 tokens (distill.tokens_per_update=320), 1 of them held back", "6 epochs: at most 6 updates of one batch each",
+        f"eagle3 drafter of {parameters:,} parameters, 12 draft tokens", "its optimizer", "features of all batches: 0.2 MiB"):
+        assert words in printed, words
+    (tmp_path / "w").mkdir()
+    (tmp_path / "w" / "answers.jsonl").write_text('{"prompt_ids": [1, 5], "token_ids": [6, 2]}\n' * 24)
+    assert distill.main([*plan, f"--workdir={tmp_path / 'w'}", "--config.distill.tokens_per_update=32"]) == 0
+    assert "24 answers from" in (printed := capsys.readouterr().out) and "48 tokens" in printed and "3 batches of 8 rows of 4 tokens" in printed
+    assert distill.main([*plan, "--config.distill.tokens_per_update=100"]) == 2
+    assert "cannot hold one answer of 20 tokens for each of 8 devices" in capsys.readouterr().err
 
 
 def test_a_drafter_without_weights_and_a_missing_model_are_refused(model, prompts, tmp_path, capsys):

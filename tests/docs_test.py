@@ -20,7 +20,7 @@ from tlt_jax.training.settings_rules import batch_equation, validate
 ROOT = pathlib.Path(__file__).parents[1]
 ALL_PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = [page for page in ALL_PAGES if page.name != "verification.md"]  # a log of runs, not a text about the code
-COMMANDS = ("train", "generate", "evaluate", "export")
+COMMANDS = ("train", "generate", "evaluate", "distill", "export")
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 METRIC = re.compile(rf"({'|'.join(NAMESPACES)})/[a-z0-9_]+")

@@ -23,14 +23,17 @@ def main(argv: list[str]) -> int:
     """Parse, check, distill; the exit code (0 done, 1 given up, 2 bad input, 130 interrupted)."""
     config, args = load_config(argv, extra_flags=_flags, command="distill", description=DESCRIPTION, example=EXAMPLE)
     from tlt_jax.runtime.policy_driver import NonFiniteUpdates  # after the config is known to be good: importing jax takes seconds
-    from tlt_jax.training import distilling
+    from tlt_jax.training import distill_plan, distilling
 
     logging.set_verbosity(logging.WARNING)
     config.model.path = args.model or config.model.path
     try:
         if config.model.path == "scratch":
             raise ValueError("--model=DIR is needed: a Hugging Face directory, a .gguf file, the workdir of a run or a hub id")
-        distilling.distill(config, args.workdir)
+        if args.dry_run:
+            distill_plan.say(config, args.workdir)
+        else:
+            distilling.distill(config, args.workdir)
     except (OSError, ValueError) as error:
         print(f"python -m tlt_jax.distill: error: {error}", file=sys.stderr)
         return 2

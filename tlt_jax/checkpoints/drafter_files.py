@@ -73,6 +73,11 @@ def load_drafter(path: str | os.PathLike[str], policy: PolicySpec, *, dtype: str
     return LoadedDrafter(files, params)
 
 
+def abstract_drafter(files: DrafterFiles, policy: PolicySpec, dtype: str = "float32") -> dict[str, Any]:
+    """The parameters of a drafter as shapes and dtypes, without its draft ids."""
+    return nest({place.path: jax.ShapeDtypeStruct(place.shape, dtype) for place in _places(files, policy.hidden_size)})
+
+
 def save_drafter(path: str | os.PathLike[str], policy: PolicySpec, drafter: LoadedDrafter, *, dtype: str = "float32") -> None:
     """Write a drafter that SGLang, vLLM and `load_drafter` read, with its tensors in `dtype`.
 

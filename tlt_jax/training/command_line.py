@@ -20,7 +20,7 @@ from tlt_jax.training.settings import SettingsError, declared_keys, default_conf
 from tlt_jax.training.settings_rules import unknown_key, validate
 
 _TRUE, _FALSE = ("true", "1", "yes"), ("false", "0", "no")
-_HAS_WORKDIR, _HAS_DRY_RUN = ("train", "distill", "export"), ("train",)
+_HAS_WORKDIR, _HAS_DRY_RUN = ("train", "distill", "export"), ("train", "distill")
 _TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", tuple: "a comma-separated list", str: "text"}
 # What plain Python code in a config file can raise; anything else is a fault of this package and keeps its traceback.
 _CONFIG_FILE_ERRORS = (ArithmeticError, AttributeError, ImportError, LookupError, NameError, OSError, TypeError, ValueError)

@@ -125,9 +125,9 @@ def program_lines(config: Config, shapes: Shapes, row_length: int, slices: int) 
 def memory_lines(memory: MemoryEstimate, limit: int | None) -> list[str]:
     """The parts, the two phases, and what there is."""
     parts = {field.name: vars(memory)[field.name] for field in dataclasses.fields(memory) if field.name != "kv_row"}
-    lines = [f"{name.replace('_', ' '):<16}{_mebibytes(size):>12}" for name, size in parts.items() if size]
-    there = "unknown on this backend" if limit is None else _mebibytes(limit)
-    lines.append(f"an update needs {_mebibytes(memory.training)}, a rollout {_mebibytes(memory.rollout)}; the device has {there}")
+    lines = [f"{name.replace('_', ' '):<16}{mebibytes(size):>12}" for name, size in parts.items() if size]
+    there = "unknown on this backend" if limit is None else mebibytes(limit)
+    lines.append(f"an update needs {mebibytes(memory.training)}, a rollout {mebibytes(memory.rollout)}; the device has {there}")
     if limit is not None and max(memory.training, memory.rollout) > limit:
         lines.append("this is more than there is: more fsdp or tensor, smaller batch.tokens_per_microbatch, precision.remat=True or fewer rollout.slots")
     return lines
@@ -137,7 +137,8 @@ def _count_parameters(model: build.Model) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(decoder.abstract_params(model.spec)))
 
 
-def _mebibytes(size: int) -> str:
+def mebibytes(size: int) -> str:
+    """A number of bytes in MiB."""
     return f"{size / 2**20:,.1f}"
 
 

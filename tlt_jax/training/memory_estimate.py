@@ -74,13 +74,13 @@ def estimate(config: Config, spec: PolicySpec, meshes: Meshes, *, row_length: in
     dtype, compute = config.precision.params, build.resolve_dtype(config, "compute")
     params = decoder.abstract_params(spec, dtype)
     optimizer = make_optimizer(build.optimizer_settings(config, config.optimizer.lr, max(config.stages.rl.steps, 1)))
-    held = _on_train_mesh(meshes, params)
-    state = _on_train_mesh(meshes, jax.eval_shape(optimizer.init, params))
+    held = on_train_mesh(meshes, params)
+    state = on_train_mesh(meshes, jax.eval_shape(optimizer.init, params))
     reinforced = "rl" in config.stages.order
     trains_critic = reinforced and config.algorithm.name == "ppo" and config.algorithm.critic == "separate"
     others = held * (reinforced and config.algorithm.beta > 0) + (held + state) * trains_critic
-    totals = _on_train_mesh(meshes, decoder.abstract_params(spec, "float32"))
-    copy = _on_train_mesh(meshes, decoder.abstract_params(spec, compute)) if compute != dtype else 0
+    totals = on_train_mesh(meshes, decoder.abstract_params(spec, "float32"))
+    copy = on_train_mesh(meshes, decoder.abstract_params(spec, compute)) if compute != dtype else 0
     served = build.resolve_dtype(config, "rollout")
     on_slice = decoder.abstract_params(spec, served)
     return MemoryEstimate(
@@ -96,7 +96,8 @@ def device_limit() -> int | None:
     return None if None in limits else min(limits)
 
 
-def _on_train_mesh(meshes: Meshes, tree) -> int:
+def on_train_mesh(meshes: Meshes, tree) -> int:
+    """Bytes of a tree of shapes and dtypes on the fullest device of the train mesh."""
     return _device_bytes(tree, rules.param_shardings(meshes.train, tree))
 
 

@@ -11,8 +11,8 @@ from tlt_jax.runtime.programs import acceptance_program, new_drafter, prepare_pr
 from tlt_jax.sharding import movement
 from tlt_jax.sharding.rules import batch_rows_multiple
 from tlt_jax.training import build
+from tlt_jax.training.answering import packed_answers, sample_answers
 from tlt_jax.training.benchmark import Plan
-from tlt_jax.training.distilling import packed_answers, sample_answers
 from tlt_jax.training.drafting import load_params, make_drafter
 from tlt_jax.training.settings import Config
 from tlt_jax.training.settings_rules import copy_with
