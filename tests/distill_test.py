@@ -14,6 +14,7 @@ from tlt_jax.models.decoder import abstract_params
 from tlt_jax.models.specs import PolicySpec, RopeSpec
 from tlt_jax.runtime import programs
 from tlt_jax.tasks.character_tokenizer import character_tokenizer
+from tlt_jax.training.json_lines import JsonLines
 
 ALPHABET = "abcdefghijklmnop"
 OPTIONS = ("--config.rollout.max_new_tokens=12", "--config.distill.prompts=24", "--config.distill.epochs=6", "--config.distill.tokens_per_update=128",
@@ -68,12 +69,32 @@ def test_a_distilled_drafter_accepts_more_and_generate_uses_it_without_changing_
     assert answers[0] == answers[1]
 
 
-def test_answers_that_are_there_are_used_again(model, prompts, tmp_path, one_device, capsys):
-    assert run(model[0], prompts, tmp_path / "w", "--config.speculative.method=eagle", "--config.distill.epochs=1") == 0
-    before = (tmp_path / "w" / "answers.jsonl").read_text()
+def test_answers_that_are_there_are_used_again_and_an_interrupted_sampling_gives_those_of_a_straight_one(
+        model, prompts, tmp_path, one_device, capsys, monkeypatch):
+    short = ("--config.speculative.method=eagle", "--config.distill.epochs=1", "--config.distill.prompts=12", "--config.distill.num_generations=2")
+    answers = tmp_path / "w" / "answers.jsonl"
+    assert run(model[0], prompts, tmp_path / "w", *short) == 0
+    straight, write = answers.read_text(), JsonLines.write
     capsys.readouterr()
-    assert run(model[0], prompts, tmp_path / "w", "--config.speculative.method=eagle", "--config.distill.epochs=1") == 0
-    assert "24 answers from" in capsys.readouterr().out and (tmp_path / "w" / "answers.jsonl").read_text() == before
+    assert run(model[0], prompts, tmp_path / "w", *short) == 0
+    assert "24 answers from" in capsys.readouterr().out and answers.read_text() == straight
+    answers.unlink()
+
+    def interrupted(self, record):
+        write(self, record)
+        if len(self.read()) == 1 + 9:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(JsonLines, "write", interrupted)
+    assert run(model[0], prompts, tmp_path / "w", *short) == 130 and not answers.exists()
+    monkeypatch.setattr(JsonLines, "write", write)
+    partial = tmp_path / "w" / "answers.jsonl.partial"
+    partial.write_text(partial.read_text() + '{"prompt_ids": [1, ')  # killed while it wrote
+    assert run(model[0], prompts, tmp_path / "w", *short, "--config.rollout.temperature=0.5") == 2
+    assert "was begun with rollout.temperature=1.0, now 0.5" in capsys.readouterr().err
+    assert run(model[0], prompts, tmp_path / "w", *short) == 0
+    said = capsys.readouterr().out
+    assert "9 of 24 answers are in" in said and "15 answers: " in said and answers.read_text() == straight and not partial.exists()
 
 
 def test_a_dry_run_says_batches_updates_and_memory_and_starts_nothing(model, prompts, tmp_path, capsys, monkeypatch):

@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
         print(f"python -m tlt_jax.distill: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; answers that are complete are used again", file=sys.stderr)
+        print("interrupted; run the same command again to continue", file=sys.stderr)
         return 130
     return 0
 

@@ -1,7 +1,7 @@
 """The texts that a drafter learns from: the policy's answers to prompts of the task, sampled once and kept in a file; and their packing."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from etils import epath
@@ -15,9 +15,12 @@ from tlt_jax.training.experience import Packing, Trajectory, pack
 from tlt_jax.training.generation import GENERATE_STEP, Display, open_engine
 from tlt_jax.training.json_lines import JsonLines
 from tlt_jax.training.rollout_phase import Phase, check_lengths
-from tlt_jax.training.settings import Config
+from tlt_jax.training.settings import Config, read_key
 from tlt_jax.training.settings_rules import copy_with
 
+SAMPLED_WITH = (
+    "seed", "model.path", "precision.rollout", "distill.num_generations", "rollout.temperature", "rollout.top_k", "rollout.top_p", "rollout.min_p",
+    "rollout.max_new_tokens")
 Answer = tuple[tuple[int, ...], tuple[int, ...]]  # prompt ids, response ids
 
 
@@ -38,33 +41,77 @@ def kept_answers(path: epath.Path, wanted: int) -> list[Answer] | None:
 
 
 def answers_to(config: Config, model: build.Model, prompts: Sequence[Prompt], path: epath.Path) -> list[Answer]:
-    """The policy's answers, from the file when they are all there, else sampled and written to it."""
-    wanted = len(prompts) * config.distill.num_generations
-    kept = kept_answers(path, wanted)
-    if kept is not None:
+    """The policy's answers, from the file when they are all there, else sampled; each is kept in `path`.partial as soon as it is finished.
+
+    An interrupted sampling goes on with the answers that are missing. Raises ValueError where it was begun with other settings or prompts.
+    """
+    each = config.distill.num_generations
+    wanted, partial = len(prompts) * each, path.parent / f"{path.name}.partial"
+    answers = kept_answers(path, wanted)
+    if answers is not None:
         print(f"{wanted} answers from {path}", flush=True)
-        return kept
-    answers = sample_answers(config, model, prompts, config.distill.num_generations)
-    path.write_text("".join(json.dumps({"prompt_ids": prompt, "token_ids": response}) + "\n" for prompt, response in answers))
+        return answers
+    done, lines = _begun(config, prompts, partial), JsonLines(partial)
+    try:
+        if len(done) < wanted:
+            sample_answers(config, model, prompts, each, done, lambda index: lines.write(_row(done[index]) | {"index": index}))
+    finally:
+        lines.close()
+    answers = [done[index] for index in range(wanted)]
+    new = path.parent / f"{path.name}.new"
+    new.write_text("".join(json.dumps(_row(answer)) + "\n" for answer in answers))
+    new.replace(path)
+    partial.unlink()
     return answers
 
 
-def sample_answers(config: Config, model: build.Model, prompts: Sequence[Prompt], generations: int) -> list[Answer]:
-    """The policy's answers at rollout.temperature, decoded plainly, in the order of the prompts."""
+def _row(answer: Answer) -> dict:
+    return {"prompt_ids": answer[0], "token_ids": answer[1]}
+
+
+def _begun(config: Config, prompts: Sequence[Prompt], partial: epath.Path) -> dict[int, Answer]:
+    """The answers by index that an interrupted sampling has left; its first row is what they were sampled with."""
+    lines, settings = JsonLines(partial), {name: read_key(config, name) for name in SAMPLED_WITH}
+    lines.keep(lambda record: True)  # cuts off a row that was being written
+    records = lines.read()
+    if not records:
+        lines.write(settings)
+        lines.close()
+        return {}
+    changed = [f"{name}={records[0].get(name)}, now {value}" for name, value in settings.items() if records[0].get(name) != value]
+    if changed:
+        raise ValueError(f"{partial} was begun with {'; '.join(changed)}: go on with the old values, or remove the file to sample anew")
+    wanted, each = len(prompts) * config.distill.num_generations, config.distill.num_generations
+    done = {one["index"]: (tuple(one["prompt_ids"]), tuple(one["token_ids"])) for one in records[1:] if one["index"] < wanted}
+    other = [index for index, (prompt, _) in done.items() if prompt != prompts[index // each].prompt_ids]
+    if other:
+        raise ValueError(f"{partial} was begun on other prompts ({len(other)} of {len(done)} differ): give the old data, or remove the file to sample anew")
+    print(f"{len(done)} of {wanted} answers are in {partial}", flush=True)
+    return done
+
+
+def sample_answers(config: Config, model: build.Model, prompts: Sequence[Prompt], generations: int, done: dict[int, Answer] | None = None,
+                   on_answer: Callable[[int], None] = lambda index: None) -> list[Answer]:
+    """The policy's answers at rollout.temperature, decoded plainly, in the order of the prompts.
+
+    Answer i is to prompt i // generations. Those in `done` are there already; `on_answer` is called with i when an answer has come into it.
+    """
+    done = {} if done is None else done
     plain = copy_with(config, {"speculative.method": "off", "drafter.path": ""})
     engine, weights = open_engine(plain, model, prompts)
-    display, done = Display("answers", len(prompts) * generations, engine), {}
+    display, there = Display("answers", len(prompts) * generations - len(done), engine), frozenset(done)
 
     def finish(completion: Completion) -> None:
         display.add(completion)
-        done[completion.request.index] = completion
+        done[completion.request.index] = (tuple(completion.request.prompt_ids), tuple(completion.token_ids))
+        on_answer(completion.request.index)
 
     try:
-        engine.run(weights, prompts, Phase("answers", generations, config.rollout.temperature, GENERATE_STEP), finish, display.turn)
+        engine.run(weights, prompts, Phase("answers", generations, config.rollout.temperature, GENERATE_STEP), finish, display.turn, there)
     finally:
         display.stop()
-    print(f"{len(done)} answers: {display.rate()}", flush=True)
-    return [(done[index].request.prompt_ids, done[index].token_ids) for index in sorted(done)]
+    print(f"{display.finished} answers: {display.rate()}", flush=True)
+    return [done[index] for index in sorted(done)]
 
 
 def answer_packing(config: Config, longest: int, row_multiple: int) -> Packing:

@@ -1,7 +1,7 @@
 """One rollout phase on the slices: prompts × samples in, completions out. It knows no task, no reward, no report, and not where the weights came from."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from tlt_jax.decoding.sampling import make_sampling
 from tlt_jax.models.specs import PolicySpec
@@ -46,8 +46,11 @@ class Engine:
         return sum(driver.active for driver in self.drivers)
 
     def run(self, weights: Weights, prompts: Sequence[Prompt], phase: Phase, on_completion: Callable[[Completion], None],
-            on_turn: Callable[[], None] | None = None) -> None:
-        """Roll out `phase.generations` completions of every prompt: completion i belongs to prompt i // generations and comes when it is finished."""
+            on_turn: Callable[[], None] | None = None, there: Container[int] = ()) -> None:
+        """Roll out `phase.generations` completions of every prompt: completion i belongs to prompt i // generations and comes when it is finished.
+
+        Those of the indices `there` are left out; the others are what they would be with them.
+        """
         rollout = self.config.rollout
         sampling = make_sampling(phase.temperature, rollout.top_k, rollout.top_p, rollout.min_p, vocabulary=self.model.vocabulary)
         lengths = Lengths(self.longest_prompt, self.longest_prompt + rollout.max_new_tokens)
@@ -57,7 +60,7 @@ class Engine:
             Request(
                 prompt=prompt.key, sample=sample, draw=0, index=number * phase.generations + sample, prompt_ids=prompt.prompt_ids,
                 max_new_tokens=rollout.max_new_tokens, seed=self.config.seed, step=phase.step)
-            for number, prompt in enumerate(prompts) for sample in range(phase.generations)]
+            for number, prompt in enumerate(prompts) for sample in range(phase.generations) if number * phase.generations + sample not in there]
         roll_out(self.drivers, requests, on_completion, on_turn)
         for driver in self.drivers:
             driver.release()
