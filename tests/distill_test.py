@@ -2,6 +2,9 @@
 
 import gc
 import json
+import os
+import shutil
+import signal
 
 import jax
 import numpy as np
@@ -13,6 +16,7 @@ from tlt_jax.checkpoints.huggingface_export import save_policy
 from tlt_jax.models.decoder import abstract_params
 from tlt_jax.models.specs import PolicySpec, RopeSpec
 from tlt_jax.runtime import programs
+from tlt_jax.runtime.draft_driver import DraftLearner
 from tlt_jax.tasks.character_tokenizer import character_tokenizer
 from tlt_jax.training.json_lines import JsonLines
 
@@ -119,6 +123,38 @@ def test_a_dry_run_says_batches_updates_and_memory_and_starts_nothing(model, pro
     assert "24 answers from" in (printed := capsys.readouterr().out) and "48 tokens" in printed and "3 batches of 8 rows of 4 tokens" in printed
     assert distill.main([*plan, "--config.distill.tokens_per_update=100"]) == 2
     assert "cannot hold one answer of 20 tokens for each of 8 devices" in capsys.readouterr().err
+
+
+def test_a_training_that_was_stopped_twice_ends_with_the_bits_of_a_straight_one(model, prompts, tmp_path, one_device, capsys, monkeypatch):
+    options = ("--config.speculative.method=eagle3", "--config.drafter.draft_vocab_size=12", "--config.distill.epochs=3")
+    places, update = {name: tmp_path / name for name in ("straight", "parts")}, DraftLearner.update
+    assert run(model[0], prompts, places["straight"], *options) == 0
+    places["parts"].mkdir()
+    shutil.copy(places["straight"] / "answers.jsonl", places["parts"])
+    records = [json.loads(line) for line in (places["straight"] / "metrics.jsonl").read_text().splitlines()]
+    epoch = records[1]["update"]
+    assert epoch > 2
+    for last in (epoch + 1, 2 * epoch):  # within an epoch, and with the last update of one
+
+        def stopping(self, batches, last=last):
+            stats = update(self, batches)
+            if self.updates == last:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return stats
+
+        monkeypatch.setattr(DraftLearner, "update", stopping)
+        assert run(model[0], prompts, places["parts"], *options) == 143
+        assert not (places["parts"] / "drafter").exists()
+    monkeypatch.setattr(DraftLearner, "update", update)
+    assert run(model[0], prompts, places["parts"], *options, "--config.distill.lr=0.1") == 2
+    assert "holds an interrupted training with distill.lr=0.01, now 0.1" in capsys.readouterr().err
+    assert run(model[0], prompts, places["parts"], *options) == 0
+    assert f"continuing after update {2 * epoch}" in capsys.readouterr().out
+    straight, parts = ((place / "drafter" / "model.safetensors").read_bytes() for place in places.values())
+    assert straight == parts
+    continued = [json.loads(line) for line in (places["parts"] / "metrics.jsonl").read_text().splitlines()]
+    assert [one | {"seconds": 0} for one in records] == [one | {"seconds": 0} for one in continued] and len(records) == 5
+    assert not (places["parts"] / "checkpoints").exists()
 
 
 def test_a_drafter_without_weights_and_a_missing_model_are_refused(model, prompts, tmp_path, capsys):

@@ -20,10 +20,12 @@ def _flags(parser) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Parse, check, distill; the exit code (0 done, 1 given up, 2 bad input, 130 interrupted)."""
+    """Parse, check, distill; the exit code (0 done, 1 given up, 2 bad input, 130 interrupted, 143 stopped on request after saving)."""
     config, args = load_config(argv, extra_flags=_flags, command="distill", description=DESCRIPTION, example=EXAMPLE)
-    from tlt_jax.runtime.policy_driver import NonFiniteUpdates  # after the config is known to be good: importing jax takes seconds
+    from tlt_jax.checkpoints.run_state import SaveFailed  # after the config is known to be good: importing jax takes seconds
+    from tlt_jax.runtime.policy_driver import NonFiniteUpdates
     from tlt_jax.training import distill_plan, distilling
+    from tlt_jax.training.stages import Preempted
 
     logging.set_verbosity(logging.WARNING)
     config.model.path = args.model or config.model.path
@@ -37,7 +39,10 @@ def main(argv: list[str]) -> int:
     except (OSError, ValueError) as error:
         print(f"python -m tlt_jax.distill: error: {error}", file=sys.stderr)
         return 2
-    except NonFiniteUpdates as error:
+    except Preempted as stop:
+        print(stop)
+        return stop.exit_code
+    except (NonFiniteUpdates, SaveFailed) as error:
         print(f"python -m tlt_jax.distill: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -1,6 +1,7 @@
 """Drafter warm-up: the policy answers prompts of the task, and the drafter learns to say what the policy says.
 
-Answers are kept in WORKDIR/answers.jsonl and taken from there when they are all there; the drafter is written to WORKDIR/drafter in the published layout.
+Answers are kept in WORKDIR/answers.jsonl and taken from there when they are all there; WORKDIR/checkpoints holds an unfinished training; the drafter is
+written to WORKDIR/drafter in the published layout.
 """
 
 import time
@@ -11,6 +12,7 @@ import numpy as np
 from etils import epath
 
 from tlt_jax.checkpoints.drafter_files import LoadedDrafter, save_drafter
+from tlt_jax.checkpoints.export_directory import refuse_foreign
 from tlt_jax.checkpoints.pretrained import load_policy
 from tlt_jax.distillation.pairs import DraftBatch
 from tlt_jax.drafters.feature_drafter import FeatureDrafter, policy_head
@@ -20,21 +22,22 @@ from tlt_jax.sharding.rules import batch_rows_multiple
 from tlt_jax.training import build
 from tlt_jax.training.answering import Answer, answers_to, chosen_prompts, held_out_batches, packed_answers
 from tlt_jax.training.draft_training import draft_loss, draft_optimizer
+from tlt_jax.training.drafter_epochs import LINE_SECONDS, DrafterEpochs, Lessons, digest_of
 from tlt_jax.training.drafting import files_of, load_params, make_drafter
-from tlt_jax.training.json_lines import JsonLines
 from tlt_jax.training.settings import Config
 
-LINE_SECONDS = 15.0
 ANSWERS = "answers.jsonl"
 
 
 def distill(config: Config, workdir: str) -> None:
-    """Answers, features, training, files. Raises ValueError for a config that names no drafter with weights."""
+    """Answers, features, training, files. Raises ValueError for a config that names no drafter with weights, Preempted when the training was stopped."""
     check_method(config)
     directory = epath.Path(workdir)
     directory.mkdir(parents=True, exist_ok=True)
     model = build.open_checkpoint(config)
     drafter, given = make_drafter(config, model.spec), load_params(config, model.spec, "float32")
+    refuse_foreign(directory / "drafter")
+    epochs = DrafterEpochs(config, directory)
     answers = answers_to(config, model, chosen_prompts(config, model), directory / ANSWERS)
     meshes = build.make_meshes(config)
     policy = load_policy(config.model.path, dtype="float32", mesh=meshes.train).params
@@ -51,8 +54,9 @@ def distill(config: Config, workdir: str) -> None:
     learner = DraftLearner(
         meshes.train, drafter, draft_loss(config), draft_optimizer(config, "cosine", config.distill.epochs * (len(batches) - held_out)), params,
         frozen)
-    _train(config, learner, batches[held_out:], batches[:held_out], JsonLines(directory / "metrics.jsonl"))
+    epochs.run(learner, Lessons(batches[held_out:], batches[:held_out], digest_of(answers)))
     save_drafter(directory / "drafter", model.spec, LoadedDrafter(files_of(config, drafter), learner.drafter_params))
+    epochs.finish()
     print(f"drafter written to {directory / 'drafter'}")
     print(f"next: python -m tlt_jax.generate --model={config.model.path} --drafter={directory / 'drafter'} --prompts=PROMPTS.jsonl --output=ANSWERS.jsonl")
 
@@ -79,35 +83,3 @@ def _with_features(teacher: Teacher, batches: Sequence[DraftBatch]) -> list[Draf
             said = time.monotonic()
             print(f"features {len(filled)}/{len(batches)}", flush=True)
     return filled
-
-
-def _train(config: Config, learner: DraftLearner, batches: Sequence[DraftBatch], held_out: Sequence[DraftBatch], lines: JsonLines) -> None:
-    started = said = time.monotonic()
-    before = learner.evaluate(held_out)
-    print(f"before: {_described(before)}", flush=True)
-    lines.write({"update": 0} | before)
-    updates = 0
-    for epoch in range(config.distill.epochs):
-        for index in np.random.default_rng((config.seed, epoch)).permutation(len(batches)):
-            stats = learner.update([batches[index]])
-            updates += 1
-            now = time.monotonic()
-            if now - said > LINE_SECONDS:
-                said = now
-                print(f"update {updates}/{config.distill.epochs * len(batches)}: {_described(stats)}", flush=True)
-            if config.distill.minutes and now - started > 60 * config.distill.minutes:
-                print(f"stopped after distill.minutes={config.distill.minutes}", flush=True)
-                break
-        else:
-            measured = learner.evaluate(held_out)
-            print(f"epoch {epoch + 1}: held out {_described(measured)}", flush=True)
-            lines.write({"update": updates, "seconds": now - started} | measured)
-            continue
-        break
-    lines.write({"update": updates, "final": True} | learner.evaluate(held_out))
-    lines.close()
-
-
-def _described(stats: dict[str, float]) -> str:
-    levels = [stats[name] for name in sorted(stats) if name.startswith("drafter/acceptance_")]
-    return f"loss {stats['drafter/loss']:.3f}, acceptance by level {', '.join(f'{value:.3f}' for value in levels)}"
