@@ -157,6 +157,33 @@ def test_a_training_that_was_stopped_twice_ends_with_the_bits_of_a_straight_one(
     assert not (places["parts"] / "checkpoints").exists()
 
 
+def test_saved_rollouts_train_the_drafter_that_sampling_them_would(model, prompts, tmp_path, one_device, capsys):
+    options = ("--config.speculative.method=eagle", "--config.drafter.draft_vocab_size=12", "--config.distill.epochs=1")
+    assert run(model[0], prompts, tmp_path / "one", *options) == 0
+    elsewhere = [f"--model={model[0]}", f"--workdir={tmp_path / 'two'}", *OPTIONS, *options]
+    assert distill.main([*elsewhere, f"--rollouts={tmp_path / 'one' / 'answers.jsonl'}"]) == 0
+    one, two = ((tmp_path / name / "drafter" / "model.safetensors").read_bytes() for name in ("one", "two"))
+    assert one == two and not (tmp_path / "two" / "answers.jsonl").exists()
+    output = tmp_path / "completions.jsonl"
+    assert generate.main([f"--model={model[0]}", f"--prompts={prompts}", f"--output={output}", "--config.rollout.max_new_tokens=12"]) == 0
+    tokens = sum(len(json.loads(line)["token_ids"]) for line in output.read_text().splitlines())
+    capsys.readouterr()
+    assert distill.main([*elsewhere, f"--rollouts={output}", "--dry_run"]) == 0
+    assert f"30 answers from {output}, {tokens} tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("row", "words"), [
+    ({"token_ids": [4]}, "has no prompt_ids"), ({"prompt": "ab", "response": "c"}, "samples.jsonl of a run holds texts"),
+    ({"prompt_ids": [4], "token_ids": []}, "token_ids must be a list"), ({"prompt_ids": [4.5], "token_ids": [4]}, "prompt_ids must be a list"),
+    ({"prompt_ids": [4], "token_ids": [21]}, "token_ids: token id 21 is outside the 21"), ({"prompt_ids": [4] * 60, "token_ids": [4] * 5}, "65 tokens")])
+def test_a_rollout_that_cannot_be_used_is_named_by_file_row_and_field(model, tmp_path, capsys, row, words):
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text(json.dumps({"prompt_ids": [4, 5], "token_ids": [6, 2]}) + "\n" + json.dumps(row) + "\n")
+    assert distill.main([f"--model={model[0]}", f"--workdir={tmp_path / 'w'}", f"--rollouts={path}", "--config.speculative.method=eagle"]) == 2
+    said = capsys.readouterr().err
+    assert f"{path}:2" in said and words in said
+
+
 def test_a_drafter_without_weights_and_a_missing_model_are_refused(model, prompts, tmp_path, capsys):
     assert run(model[0], prompts, tmp_path / "w", "--config.speculative.method=prompt_lookup") == 2
     assert "speculative.method=prompt_lookup has no weights to train" in capsys.readouterr().err

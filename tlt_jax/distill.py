@@ -10,13 +10,14 @@ from absl import logging
 from tlt_jax.training.command_line import load_config
 
 DESCRIPTION = """Let the policy answer prompts of the task at rollout.temperature and train an EAGLE or EAGLE-3 drafter on the answers. Answers, metrics and the
-drafter (a directory that generate --drafter, SGLang and vLLM load) go to --workdir; answers that are there already are used again. Read from the config: seed,
-model, data, rollout, speculative.method, drafter, distill, mesh."""
+drafter (a directory that generate --drafter, SGLang and vLLM load) go to --workdir; what is there already is used again, and an interrupted training goes on.
+--rollouts takes saved answers instead. Read from the config: seed, model, data, rollout, speculative.method, drafter, distill, mesh."""
 EXAMPLE = "python -m tlt_jax.distill --model=runs/quickstart --workdir=runs/drafter --config.speculative.method=eagle3"
 
 
 def _flags(parser) -> None:
     parser.add_argument("--model", metavar="DIR", help="Hugging Face directory, .gguf file, workdir of a run or hub id (default: model.path of the config)")
+    parser.add_argument("--rollouts", metavar="FILE", help="learn from these answers: rows with prompt_ids and token_ids, as distill and generate write")
 
 
 def main(argv: list[str]) -> int:
@@ -33,9 +34,9 @@ def main(argv: list[str]) -> int:
         if config.model.path == "scratch":
             raise ValueError("--model=DIR is needed: a Hugging Face directory, a .gguf file, the workdir of a run or a hub id")
         if args.dry_run:
-            distill_plan.say(config, args.workdir)
+            distill_plan.say(config, args.workdir, args.rollouts)
         else:
-            distilling.distill(config, args.workdir)
+            distilling.distill(config, args.workdir, args.rollouts)
     except (OSError, ValueError) as error:
         print(f"python -m tlt_jax.distill: error: {error}", file=sys.stderr)
         return 2

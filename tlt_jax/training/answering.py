@@ -1,4 +1,4 @@
-"""The texts that a drafter learns from: the policy's answers to prompts of the task, sampled once and kept in a file; and their packing."""
+"""The texts that a drafter learns from: the policy's answers to prompts of the task, sampled once and kept in a file, or saved rollouts; and their packing."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -7,8 +7,11 @@ import numpy as np
 from etils import epath
 
 from tlt_jax.distillation.pairs import DraftBatch
+from tlt_jax.models.specs import PolicySpec
 from tlt_jax.strategies import Completion
 from tlt_jax.tasks.prompts import Prompt, PromptOrder
+from tlt_jax.tasks.text_files import DataError, Row, read_rows
+from tlt_jax.tasks.tokenizer import TokenizerError, check_ids
 from tlt_jax.training import build
 from tlt_jax.training.draft_training import unfilled
 from tlt_jax.training.experience import Packing, Trajectory, pack
@@ -63,6 +66,36 @@ def answers_to(config: Config, model: build.Model, prompts: Sequence[Prompt], pa
     new.replace(path)
     partial.unlink()
     return answers
+
+
+def read_rollouts(path: str, spec: PolicySpec) -> list[Answer]:
+    """Every row of a file with prompt_ids and token_ids (answers.jsonl of distill, the output of generate), in order; other fields are not read.
+
+    Raises DataError naming file, row and field for a row without ids, with ids outside the model's vocabulary, or longer than its positions.
+    """
+    answers = []
+    for row in read_rows(path):
+        prompt, answer = (_ids(row, field, spec.vocab_size) for field in ("prompt_ids", "token_ids"))
+        if len(prompt) + len(answer) > spec.max_position_embeddings:
+            raise DataError(
+                f"{row.place}: prompt_ids and token_ids together are {len(prompt) + len(answer)} tokens, more than the model's max_position_embeddings="
+                f"{spec.max_position_embeddings}; take the row out")
+        answers.append((prompt, answer))
+    return answers
+
+
+def _ids(row: Row, field: str, vocabulary: int) -> tuple[int, ...]:
+    ids = row.columns.get(field)
+    if ids is None:
+        texts = "; samples.jsonl of a run holds texts, which are not the exact tokens" if "response" in row.columns else ""
+        raise DataError(f"{row.place} has no {field}: rollouts are rows with prompt_ids and token_ids, as distill and generate write them{texts}")
+    if not isinstance(ids, list) or not ids or any(type(token) is not int for token in ids):
+        raise DataError(f"{row.place}: {field} must be a list of whole numbers and not empty, not {ids!r:.80}")
+    try:
+        check_ids(ids, vocabulary)
+    except TokenizerError as error:
+        raise DataError(f"{row.place}: {field}: {error}") from error
+    return tuple(ids)
 
 
 def _row(answer: Answer) -> dict:

@@ -4,6 +4,8 @@ Reads the config, headers of model and drafter, and the data; no array is placed
 they have yet to be sampled every answer counts with rollout.max_new_tokens.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from etils import epath
@@ -16,19 +18,19 @@ from tlt_jax.scheduling import batching
 from tlt_jax.sharding.meshes import Meshes
 from tlt_jax.sharding.rules import batch_rows_multiple
 from tlt_jax.training import build, dry_run, memory_estimate
-from tlt_jax.training.answering import answer_packing, chosen_prompts, held_out_batches, kept_answers
+from tlt_jax.training.answering import Answer, answer_packing, chosen_prompts, held_out_batches, kept_answers, read_rollouts
 from tlt_jax.training.distilling import ANSWERS, check_method
 from tlt_jax.training.draft_training import draft_optimizer
 from tlt_jax.training.drafting import files_of, make_drafter
 from tlt_jax.training.settings import Config
 
 
-def say(config: Config, workdir: str | None) -> None:
+def say(config: Config, workdir: str | None, rollouts: str | None = None) -> None:
     """Print the plan. Raises what opening model, drafter and data raises, and ValueError for answers that do not fit the batches."""
     check_method(config)
     model = build.open_checkpoint(config)
     drafter, meshes = make_drafter(config, model.spec), build.make_meshes(config)
-    described, lengths, exact = _answers(config, model, workdir)
+    described, lengths, exact = _answers(config, model, workdir, rollouts)
     packing = answer_packing(config, max(lengths), batch_rows_multiple(meshes.train))
     batches = batching.microbatches(lengths, packing.tokens_per_microbatch, row_length=packing.row_length, row_multiple=packing.row_multiple).microbatches
     held_out = held_out_batches(config, len(batches))
@@ -49,18 +51,24 @@ def say(config: Config, workdir: str | None) -> None:
         print(f"{title}\n" + "\n".join(f"  {line}" for line in lines))
 
 
-def _answers(config: Config, model: build.Model, workdir: str | None) -> tuple[list[str], list[int], bool]:
+def _answers(config: Config, model: build.Model, workdir: str | None, rollouts: str | None) -> tuple[list[str], list[int], bool]:
     """(lines, tokens of each prompt with its answer, whether they are known)."""
+    if rollouts:
+        return _known(read_rollouts(rollouts, model.spec), rollouts)
     prompts, each = chosen_prompts(config, model), config.distill.num_generations
     wanted, longest = len(prompts) * each, config.rollout.max_new_tokens
     path = None if workdir is None else epath.Path(workdir) / ANSWERS
     kept = None if path is None else kept_answers(path, wanted)
     if kept is not None:
-        tokens = sum(len(answer) for _, answer in kept)
-        return [f"{wanted} answers from {path}, {tokens:,} tokens"], [len(prompt) + len(answer) for prompt, answer in kept], True
+        return _known(kept, path)
     lengths = [len(prompt.prompt_ids) for prompt in prompts]
     lines = [f"{len(prompts)} prompts of {min(lengths)} to {max(lengths)} tokens × {each} = {wanted} answers to sample, each of at most {longest} tokens"]
     return lines, [length + longest for length in lengths for _ in range(each)], False
+
+
+def _known(answers: Sequence[Answer], path) -> tuple[list[str], list[int], bool]:
+    tokens = sum(len(answer) for _, answer in answers)
+    return [f"{len(answers)} answers from {path}, {tokens:,} tokens"], [len(prompt) + len(answer) for prompt, answer in answers], True
 
 
 def _memory(config: Config, drafter: FeatureDrafter, meshes: Meshes, updates: int) -> list[str]:

@@ -20,7 +20,7 @@ from tlt_jax.runtime.draft_driver import DraftLearner, Teacher
 from tlt_jax.runtime.programs import frozen_program, new_drafter
 from tlt_jax.sharding.rules import batch_rows_multiple
 from tlt_jax.training import build
-from tlt_jax.training.answering import Answer, answers_to, chosen_prompts, held_out_batches, packed_answers
+from tlt_jax.training.answering import Answer, answers_to, chosen_prompts, held_out_batches, packed_answers, read_rollouts
 from tlt_jax.training.draft_training import draft_loss, draft_optimizer
 from tlt_jax.training.drafter_epochs import LINE_SECONDS, DrafterEpochs, Lessons, digest_of
 from tlt_jax.training.drafting import files_of, load_params, make_drafter
@@ -29,8 +29,11 @@ from tlt_jax.training.settings import Config
 ANSWERS = "answers.jsonl"
 
 
-def distill(config: Config, workdir: str) -> None:
-    """Answers, features, training, files. Raises ValueError for a config that names no drafter with weights, Preempted when the training was stopped."""
+def distill(config: Config, workdir: str, rollouts: str | None = None) -> None:
+    """Answers (those of the file `rollouts`, if one is named), features, training, files.
+
+    Raises ValueError for a config that names no drafter with weights, Preempted when the training was stopped.
+    """
     check_method(config)
     directory = epath.Path(workdir)
     directory.mkdir(parents=True, exist_ok=True)
@@ -38,7 +41,7 @@ def distill(config: Config, workdir: str) -> None:
     drafter, given = make_drafter(config, model.spec), load_params(config, model.spec, "float32")
     refuse_foreign(directory / "drafter")
     epochs = DrafterEpochs(config, directory)
-    answers = answers_to(config, model, chosen_prompts(config, model), directory / ANSWERS)
+    answers = read_rollouts(rollouts, model.spec) if rollouts else answers_to(config, model, chosen_prompts(config, model), directory / ANSWERS)
     meshes = build.make_meshes(config)
     policy = load_policy(config.model.path, dtype="float32", mesh=meshes.train).params
     params = given or new_drafter(drafter, policy, config.seed)
