@@ -1,6 +1,7 @@
 """What a drafter is trained on is what it does when it drafts: unrolled outputs, pairs, packing, and a loss that only its own weights lower."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from tlt_jax.distillation.acceptance import Rules, acceptance
+from tlt_jax.distillation.acceptance import Rules, acceptance, expected_accept_length
 from tlt_jax.distillation.draft_losses import DraftLoss, draft_objective
 from tlt_jax.distillation.pairs import DraftBatch, Frozen, counted, teach
 from tlt_jax.drafters.drafter import PolicyView, Root, Window
@@ -19,6 +20,8 @@ from tlt_jax.models import kv_cache
 from tlt_jax.models.decoder import abstract_params
 from tlt_jax.models.specs import PolicySpec, RopeSpec
 from tlt_jax.strategies import Strategy
+from tlt_jax.training.draft_training import unfilled
+from tlt_jax.training.experience import Packing, Trajectory, pack
 
 SPEC = PolicySpec(
     family="llama", vocab_size=24, hidden_size=16, intermediate_size=20, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=4, rope=RopeSpec("default", 100.0),
@@ -47,9 +50,9 @@ def params_of(drafter):
     return params | ({"head": {"kernel": policy_head(SPEC, policy(), params["ids"])}} if "head" in params else {})
 
 
-def texts():
+def texts(lengths=LENGTHS):
     random = np.random.default_rng(5)
-    return [random.integers(0, 24, length).astype(np.int32) for length in LENGTHS]
+    return [random.integers(0, 24, length).astype(np.int32) for length in lengths]
 
 
 def batch_of(rows, drafter, width=32):
@@ -63,7 +66,10 @@ def batch_of(rows, drafter, width=32):
             tokens[row, place], positions[row, place], segments[row, place] = text, np.arange(len(text)), number
             mask[row, column + PROMPT : column + len(text)] = 1
             column += len(text)
-    empty = DraftBatch(tokens, positions, segments, mask, None, None)
+    return with_features(DraftBatch(tokens, positions, segments, mask, None, None), drafter)
+
+
+def with_features(empty, drafter):
     return empty.replace(**dict(zip(("features_BTF", "final_BTD"), teach(SPEC, drafter.capture_layers, policy(), empty), strict=True)))
 
 
@@ -97,13 +103,37 @@ def test_an_unrolled_output_is_the_output_of_drafting_the_same_tokens(drafter):
         np.testing.assert_allclose(logits, expected[0, 0], atol=2e-5)
 
 
-def test_packed_texts_give_the_loss_of_texts_alone(drafter):
-    params = params_of(drafter)
-    frozen = frozen_of(drafter, params)
-    packed, _ = draft_objective(drafter, SETTINGS, trained(params), (frozen, batch_of([texts()], drafter)))
-    alone, _ = draft_objective(drafter, SETTINGS, trained(params), (frozen, batch_of([[text] for text in texts()], drafter)))
-    np.testing.assert_allclose(packed.sum, alone.sum, rtol=2e-5)
-    assert packed.weight == alone.weight == sum(length - PROMPT for length in LENGTHS)
+def summed(drafter, settings, params, batches):
+    """(loss, metrics, gradients of the summed loss) over batches of one shape, as an update adds them up."""
+
+    @jax.jit
+    def one(weights, data):
+        def objective(weights):
+            loss, metrics = draft_objective(drafter, settings, weights, data)
+            return loss.sum, (loss, metrics)
+
+        gradients, (loss, metrics) = jax.grad(objective, has_aux=True)(weights)
+        return loss, metrics, gradients
+
+    parts = [one(trained(params), (frozen_of(drafter, params), batch)) for batch in batches]
+    return functools.reduce(functools.partial(jax.tree.map, jnp.add), parts)
+
+
+@pytest.mark.parametrize("steps", [3, 7])
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+def test_packed_texts_give_the_loss_the_metrics_and_the_gradients_of_texts_alone(name, steps):
+    """One text a row with padding, against micro-batches of several texts a row in another order: what an update adds up is the same to 1e-5."""
+    drafter, settings = DRAFTERS[name], DraftLoss(temperature=0.8, steps=steps, feature_weight=0.3)
+    params, lengths = params_of(drafter), (9, 12, 7, 4, 15, 8)
+    alone = [batch_of([[text] for text in texts(lengths)], drafter, width=19)]
+    trajectories = [Trajectory(text, PROMPT, np.zeros(len(text) - PROMPT, np.float32)) for text in reversed(texts(lengths))]
+    packed = pack(trajectories, Packing(tokens_per_microbatch=35, row_multiple=1, row_length=31)).batches
+    assert len(packed) == 2 and max(batch.segments_BT.max() for batch in packed) > 2
+    (loss, metrics, gradients), (other, packed_metrics, packed_gradients) = (
+        summed(drafter, settings, params, batches) for batches in (alone, [with_features(unfilled(batch), drafter) for batch in packed]))
+    assert loss.weight == other.weight == sum(length - PROMPT for length in lengths)
+    jax.tree.map(lambda one, two: np.testing.assert_allclose(two, one, rtol=1e-5), (loss, metrics), (other, packed_metrics))
+    jax.tree.map(lambda one, two: np.testing.assert_allclose(two, one, rtol=0, atol=1e-5 * float(jnp.abs(one).max())), gradients, packed_gradients)
 
 
 def test_slots_count_when_the_token_they_predict_is_a_response_token_of_their_text():
@@ -145,3 +175,10 @@ def test_coupled_candidates_are_accepted_as_their_rules_say():
         rates = {name: float(found[f"{name}_{level}"].value) for name in ("coupled_1", "coupled_m", "greedy_m", "rejection")}
         optimum, weakest = rates["rejection"], rates["rejection"] / (2 - rates["rejection"])
         assert weakest - 0.06 <= rates["coupled_1"] <= optimum + 0.06 and rates["coupled_1"] < rates["coupled_m"] and rates["greedy_m"] <= 1
+
+
+def test_the_expected_accept_length_is_the_mean_number_of_tokens_of_a_round():
+    rates = [0.8, 0.5, 0.25]
+    ends = [(1, 0.2), (2, 0.8 * 0.5), (3, 0.8 * 0.5 * 0.75), (4, 0.8 * 0.5 * 0.25)]  # tokens of a round, and how probable it is that it ends there
+    assert expected_accept_length(rates) == pytest.approx(sum(tokens * share for tokens, share in ends))
+    assert expected_accept_length([]) == 1

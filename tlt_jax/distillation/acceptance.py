@@ -9,6 +9,8 @@ Four rules on the same pair of distributions, p of the policy over all tokens an
 """
 
 import dataclasses
+import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +32,13 @@ class Rules:
     candidates: int = 4
     draws: int = 4
     levels: int = 3
+
+
+def expected_accept_length(acceptances: Sequence[float]) -> float:
+    """Tokens a round of a chain as deep as there are rates, the policy's own token counted: 1 + a0 + a0·a1 + …; a rate is that of a level once those before
+    it were accepted.
+    """
+    return 1 + sum(math.prod(acceptances[:depth]) for depth in range(1, len(acceptances) + 1))
 
 
 def acceptance(drafter: FeatureDrafter, rules: Rules, prepared: dict, policy_params: dict, batch: DraftBatch) -> dict[str, WeightedMean]:

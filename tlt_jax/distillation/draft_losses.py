@@ -27,7 +27,7 @@ class DraftLoss:
 
 def draft_objective(drafter: FeatureDrafter, settings: DraftLoss, params: dict, data: tuple[Frozen, DraftBatch]) -> tuple[WeightedMean, dict]:
     """(summed loss with its weight, metrics): drafter/acceptance_s is 1 − TV between drafter and policy at step s, drafter/agreement_s equal best tokens."""
-    frozen, batch = data
+    frozen, batch = jax.lax.stop_gradient(data)  # the policy is the teacher: neither its features nor its arrays are trained
     total, metrics, weight = jnp.float32(0), {}, jnp.sum(counted(batch, 0))
     embedded_BTD = frozen.embedding_VD[batch.tokens_BT]
     unroll = drafter.unroll(params, embedded_BTD, batch.features_BTF, (batch.positions_BT, batch.segments_BT), settings.steps)
@@ -50,6 +50,6 @@ def _compare(drafter: FeatureDrafter, params: dict, frozen: Frozen, pair: tuple[
     hidden_BTD, target_BTD = pair
     drafted = jax.nn.log_softmax(scale_logits(drafter.training_logits(params, frozen.head_DE, hidden_BTD), temperature), axis=-1)
     wanted = scale_logits(jnp.einsum("btd,de->bte", target_BTD, frozen.head_DE, preferred_element_type=jnp.float32), temperature)
-    policy = jax.lax.stop_gradient(jax.nn.softmax(wanted, axis=-1))
+    policy = jax.nn.softmax(wanted, axis=-1)
     overlap = jnp.sum(jnp.minimum(policy, jnp.exp(drafted)), axis=-1)
     return -jnp.sum(policy * drafted, axis=-1), overlap, (jnp.argmax(wanted, -1) == jnp.argmax(drafted, -1)).astype(jnp.float32)
