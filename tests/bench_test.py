@@ -14,7 +14,8 @@ from tlt_jax.checkpoints.huggingface_export import save_policy
 from tlt_jax.models.decoder import abstract_params
 from tlt_jax.models.specs import PolicySpec, RopeSpec
 from tlt_jax.tasks.character_tokenizer import character_tokenizer
-from tlt_jax.training import benchmark, roofline
+from tlt_jax.training import benchmark, distill_benchmark, roofline
+from tlt_jax.training.experience import Trajectory
 
 ALPHABET = "abcdefghijklmnop"
 LOOKUP = ("--config.speculative.method=prompt_lookup", "--config.speculative.strategies=3_1_3")
@@ -22,7 +23,7 @@ LOOKUP = ("--config.speculative.method=prompt_lookup", "--config.speculative.str
 
 @pytest.fixture
 def measured(tmp_path, monkeypatch):
-    """A function that runs `bench rollout` on one device: the records it wrote."""
+    """A function that runs `bench rollout`, or another word, on one device: the records it wrote."""
     first = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda *_: first)
     monkeypatch.setattr(roofline, "READ_BYTES", 2**20)
@@ -37,10 +38,10 @@ def measured(tmp_path, monkeypatch):
     character_tokenizer(ALPHABET, str(model))
     prompts.write_text("".join(json.dumps({"prompt": "abc" if row < 2 else ALPHABET[row % 13 : row % 16 + 3], "answer": "a"}) + "\n" for row in range(20)))
 
-    def run(*options):
+    def run(*options, what="rollout", code=0):
         output = tmp_path / "speeds.json"
-        assert bench.main(["rollout", f"--model={model}", f"--output={output}", "--config.data.task=prompts", f"--config.data.path={prompts}", *options]) == 0
-        return json.loads(output.read_text())
+        assert bench.main([what, f"--model={model}", f"--output={output}", "--config.data.task=prompts", f"--config.data.path={prompts}", *options]) == code
+        return json.loads(output.read_text()) if code == 0 else []
 
     return run
 
@@ -67,6 +68,38 @@ def test_rows_that_end_early_leave_a_number_of_rows_that_was_compiled_before_the
     """The first two prompts are one, so greedy rows end together in the warm-up; later rows draft with different success."""
     measured("--rows=2", "--new_tokens=40", "--repeats=6", "--config.rollout.rounds_per_dispatch=1", "--config.rollout.temperature=0.0", *LOOKUP)
     assert "compiled in timed runs" not in capsys.readouterr().err
+
+
+def test_packed_and_padded_training_read_the_same_texts_and_a_selective_checkpoint_leaves_the_policy_out(measured, tmp_path, capsys):
+    options = ("--config.speculative.method=eagle", "--config.drafter.draft_vocab_size=6", "--config.distill.tokens_per_update=128")
+    padded, packed, full, selective = measured("--rows=8", "--new_tokens=12", "--repeats=2", *options, what="distill")
+    assert [(one["layout"], one["texts"]) for one in (padded, packed)] == [("padded", 8), ("packed", 8)]
+    assert padded["response_tokens"] == packed["response_tokens"] and padded["ratio_to_padded"] == 1
+    assert all(one["rows"] * one["row_length"] <= 128 and one["compiles"] > 0 and one["tokens_per_second"] > 0 for one in (padded, packed))
+    assert padded["filled"] * padded["batches"] * padded["rows"] * padded["row_length"] == pytest.approx(
+        packed["filled"] * packed["batches"] * packed["rows"] * packed["row_length"])
+    embedding = 4 * 16 * character_tokenizer(ALPHABET, str(tmp_path)).size
+    assert [one["kind"] for one in (full, selective)] == ["full", "selective"]
+    assert full["array_bytes"] == selective["array_bytes"] + 3 * embedding and selective["file_bytes"] > 0
+    said = capsys.readouterr()
+    assert "samples/s" in said.out and "selective" in said.out and "compiled in timed passes" not in said.err
+
+
+def test_padded_batches_hold_one_text_a_row_and_fill_the_last_batch_with_empty_rows():
+    texts = [Trajectory(np.arange(1, length + 1, dtype=np.int32), 2, np.zeros(length - 2, np.float32)) for length in (5, 9, 4)]
+    first, second = distill_benchmark.padded_batches(texts, budget=19, row_multiple=1)
+    assert first.tokens_BT.shape == second.tokens_BT.shape == (2, 9)
+    np.testing.assert_array_equal(first.tokens_BT, [[1, 2, 3, 4, 5, 0, 0, 0, 0], [1, 2, 3, 4, 5, 6, 7, 8, 9]])
+    np.testing.assert_array_equal(second.segments_BT, [[1, 1, 1, 1, 0, 0, 0, 0, 0], [0] * 9])
+    np.testing.assert_array_equal(second.mask_BT.sum(axis=1), [2, 0])
+
+
+def test_bench_distill_refuses_what_it_cannot_train(measured, capsys):
+    for options, words in (
+        (LOOKUP, "speculative.method=prompt_lookup has no weights to train"),
+        (("--config.speculative.method=eagle", "--config.distill.tokens_per_update=8"), "distill.tokens_per_update=8 cannot hold one text of up to")):
+        measured("--rows=4", "--new_tokens=12", *options, what="distill", code=2)
+        assert words in capsys.readouterr().err
 
 
 def test_a_round_takes_the_longer_of_reading_the_weights_and_multiplying_them():

@@ -1,4 +1,4 @@
-"""Measures this machine: rollouts at several numbers of rows, plain and with each strategy of a drafter.
+"""Measures this machine: rollouts at several numbers of rows, plain and with each strategy of a drafter; training and saving a drafter.
 
 python -m tlt_jax.bench rollout --model=FILE.gguf --rows=1,4,16,64 --config.data.task=gsm8k --config.data.path=test.jsonl
 """
@@ -14,12 +14,13 @@ DESCRIPTION = """Time rollouts of a model on the prompts of a task: decode token
 decodes exactly --new_tokens tokens. With a drafter each of speculative.strategies is measured in turns with plain decoding. Read from the config: model, data,
 rollout, speculative, drafter, mesh, precision, seed. `verify` compares how often a draft token is accepted under coupled noise, greedy candidates and rejection
 sampling, on the answers of the first --rows prompts. `replay` runs speculative.selector on the speeds that `rollout` wrote with --output, and says what its
-choices cost."""
+choices cost. `distill` trains a drafter on the answers of the first --rows prompts, packed and padded, and times its checkpoints (config: distill, too)."""
 EXAMPLE = "python -m tlt_jax.bench rollout --model=runs/quickstart --rows=4,16 --new_tokens=64"
 
 
 def _flags(parser) -> None:
-    parser.add_argument("what", choices=("rollout", "verify", "replay"), help="speed, acceptance by verification rule, or the selector's choices")
+    parser.add_argument("what", choices=("rollout", "verify", "replay", "distill"),
+                        help="speed, acceptance by verification rule, the selector's choices, or drafter training")
     parser.add_argument("--model", metavar="DIR", help="Hugging Face directory, .gguf file, workdir of a run or hub id")
     parser.add_argument("--drafter", metavar="DIR", help="EAGLE or EAGLE-3 directory; other drafters by speculative.method")
     parser.add_argument("--rows", default="1,4,16,64", help="numbers of rows, comma-separated")
@@ -33,7 +34,7 @@ def _flags(parser) -> None:
 def main(argv: list[str]) -> int:
     """Parse, measure; the exit code (0 done, 2 bad input)."""
     config, args = load_config(argv, extra_flags=_flags, command="bench", description=DESCRIPTION, example=EXAMPLE)
-    from tlt_jax.training import benchmark, drafting, verify_benchmark  # after the config is known to be good: importing jax takes seconds
+    from tlt_jax.training import benchmark, distill_benchmark, drafting, verify_benchmark  # after the config is known to be good: importing jax takes seconds
 
     logging.set_verbosity(logging.WARNING)
     config.model.path = args.model or config.model.path
@@ -51,6 +52,9 @@ def main(argv: list[str]) -> int:
         plan = benchmark.Plan(rows, args.new_tokens, args.repeats)
         if args.what == "rollout":
             records = benchmark.rollout(config, plan)
+        elif args.what == "distill":
+            records = distill_benchmark.distill(config, plan)
+            print(distill_benchmark.table(records))
         else:
             records = verify_benchmark.verify(config, plan, verify_benchmark.Rules(config.rollout.temperature, args.candidates))
             print(verify_benchmark.table(records, args.candidates))

@@ -156,10 +156,10 @@ def _run(arm: Arm, weights: Weights, prompts: Sequence[Prompt], new_tokens: int)
 
 def _record(arm: Arm, plain: Arm, count: int, plan: Plan) -> dict:
     rates = [run.tokens / run.decode_seconds for run in arm.runs]
-    lowest, ratio, highest = _ratio(plain.seconds(), arm.seconds())
+    lowest, middle, highest = ratio(plain.seconds(), arm.seconds())
     return {
         "rows": count, "strategy": strategy_name(arm.strategy), "new_tokens": plan.new_tokens, "repeats": plan.repeats,
-        "tokens_per_second": statistics.median(rates), "lowest": min(rates), "highest": max(rates), "ratio_to_plain": ratio,
+        "tokens_per_second": statistics.median(rates), "lowest": min(rates), "highest": max(rates), "ratio_to_plain": middle,
         "ratio_interval": [lowest, highest], "accept_length": sum(run.tokens for run in arm.runs) / arm.rounds(),
         "prefill_seconds": statistics.median(run.prefill_seconds for run in arm.runs), "warm_up_seconds": arm.warm_up, "compiles": arm.compiles}
 
@@ -172,7 +172,7 @@ def _roofline_fraction(arm: Arm, machine: roofline.Machine, weights: Weights, co
     return least * arm.rounds() / count / sum(arm.seconds())
 
 
-def _ratio(plain: Sequence[float], arm: Sequence[float]) -> tuple[float, float, float]:
+def ratio(plain: Sequence[float], arm: Sequence[float]) -> tuple[float, float, float]:
     """(low, median, high) of plain seconds / arm seconds, repeat by repeat, from a bootstrap of the median with a fixed seed."""
     ratios = np.array(plain) / np.array(arm)
     draws = np.median(np.random.default_rng(0).choice(ratios, (RESAMPLES, len(ratios))), axis=1)
