@@ -89,7 +89,7 @@ def distill(config: Config, plan: Plan) -> list[dict]:
         for name, batches in (("padded", padded_batches(texts, budget, multiple)), ("packed", whole_batches(texts, packing)))]
     about = {
         "drafter": config.speculative.method, "draft_tokens": drafter.vocabulary or model.spec.vocab_size, "unroll": config.distill.unroll, "dtype": "float32",
-        "repeats": plan.repeats, "jax": jax.__version__, "device": jax.devices()[0].device_kind, "devices": meshes.train.size}
+        "new_tokens": plan.new_tokens, "repeats": plan.repeats, "jax": jax.__version__, "device": jax.devices()[0].device_kind, "devices": meshes.train.size}
     _time_training(learner, layouts, plan.repeats)
     records = [_training_record(layout, layouts[0], texts) for layout in layouts]
     return [record | about for record in [*records, *_checkpoints(learner, model.spec, policy, plan.repeats)]]
@@ -134,8 +134,8 @@ def _training_record(layout: Layout, padded: Layout, texts: Sequence[Trajectory]
         "what": "training", "layout": layout.name, "texts": len(texts), "response_tokens": responses, "batches": len(layout.batches), "rows": rows,
         "row_length": length, "filled": sum(len(text.tokens) for text in texts) / (len(layout.batches) * rows * length),
         "tokens_per_second": responses / seconds, "lowest": responses / max(layout.seconds), "highest": responses / min(layout.seconds),
-        "samples_per_second": len(texts) / seconds, "ratio_to_padded": middle, "ratio_interval": [lowest, highest], "warm_up_seconds": layout.warm_up,
-        "compiles": layout.compiles}
+        "samples_per_second": len(texts) / seconds, "ratio_to_padded": middle, "ratio_interval": [lowest, highest], "pass_seconds": layout.seconds,
+        "warm_up_seconds": layout.warm_up, "compiles": layout.compiles}
 
 
 def _checkpoints(learner: DraftLearner, spec: PolicySpec, policy: dict, repeats: int) -> list[dict]:
