@@ -14,6 +14,22 @@ OPTIONS = (
 LEARNING = (*OPTIONS, "drafter.quanta_per_step=4")
 
 
+SLICED = ("mesh.train.fsdp=1", "mesh.train.data=-1", "mesh.rollout_slices=4", "batch.tokens_per_microbatch=512", "distill.tokens_per_update=256")
+
+
+@pytest.fixture(scope="module")
+def sliced(tmp_path_factory):
+    """The run on 8 devices and 4 slices, with a drafter that learns on idle slices only, is frozen, or is only used; and one stopped and continued."""
+    place = Place(tmp_path_factory.mktemp("sliced"))
+    place.environment["XLA_FLAGS"] += " --xla_force_host_platform_device_count=8"
+    idle = ("drafter.quanta_per_step=4", "drafter.train_when=idle", "drafter.sync_every=1")
+    parts = place.arguments("parts", *OPTIONS, *SLICED, *idle)
+    place.said = place.jobs(
+        (place.arguments("idle", *OPTIONS, *SLICED, *idle), None), (place.arguments("frozen", *OPTIONS, *SLICED, *idle, "drafter.freeze=true"), None),
+        (place.arguments("used", *OPTIONS, *SLICED), None), (parts, ["rl", 2]), (parts, None))
+    return place
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """The same RL run with a drafter that learns, is frozen, or is only used; and one that learns, stopped after step 2 and continued."""
@@ -80,3 +96,27 @@ def test_the_drafter_of_a_run_is_exported_as_it_drafted(runs, tmp_path):
     spec, _ = read_run_model(workdir)
     trained, written = flatten(load_run_drafter(workdir, 4).params), flatten(load_drafter(tmp_path / "out", spec).params)
     assert {path: leaf.tobytes() for path, leaf in trained.items()} == {path: leaf.tobytes() for path, leaf in written.items()} != {}
+
+
+def test_on_four_slices_training_on_idle_ones_changes_no_token_no_reward_and_no_parameter_of_the_policy(sliced):
+    assert [code for code, *_ in sliced.said] == ["0", "0", "0", "143", "0"]
+    policies = {}
+    for workdir in ("idle", "frozen", "used", "parts"):
+        arrays, _ = sliced.checkpoint(workdir)
+        policies[workdir] = {name: array.tobytes() for name, array in arrays.items() if name.startswith("policy")}
+        assert sliced.records(workdir, "samples") == sliced.records("idle", "samples")
+    assert policies["idle"] == policies["frozen"] == policies["used"] == policies["parts"] != {}
+
+
+def test_what_idle_slices_train_is_counted_once(sliced):
+    records = [record for record in sliced.records("idle") if "scheduler/loans" in record]
+    assert len(records) == 4  # how many loans there are is a matter of time
+    trained = [record["scheduler/quanta"] for record in records]
+    assert records[-1]["drafter/quanta"] == sum(trained) and all(record["drafter/faults"] == 0 for record in records)
+
+
+def test_a_resumed_run_goes_on_with_the_texts_and_counts_of_its_checkpoint(sliced):
+    at_stop, at_end = (sliced.checkpoint("parts", step)[1]["drafter"] for step in (2, 4))
+    steps = {text[2] for text in at_stop["texts"]["texts"]}
+    assert steps == {1, 2} and {text[2] for text in at_end["texts"]["texts"]} == {1, 2, 3, 4}
+    assert at_end["quanta"] >= at_stop["quanta"]

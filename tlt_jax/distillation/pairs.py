@@ -7,6 +7,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from tlt_jax.drafters.feature_drafter import FeatureDrafter, policy_head
 from tlt_jax.models import decoder
 from tlt_jax.models.specs import PolicySpec
 
@@ -36,6 +37,18 @@ def teach(spec: PolicySpec, capture_layers: tuple[int, ...], params: dict, batch
     out = decoder.forward(
         spec, params, batch.tokens_BT, positions_BT=batch.positions_BT, segments_BT=batch.segments_BT, capture_layers=capture_layers, compute_logits=False)
     return (out.aux_features_BTF if capture_layers else out.features_BTD), out.features_BTD
+
+
+def frozen_part(drafter: FeatureDrafter, policy_params: dict, ids_E: jax.Array | None) -> Frozen:
+    """What a drafter's loss reads of a policy."""
+    return Frozen(policy_params["embed"]["embedding"], policy_head(drafter.spec, policy_params, ids_E))
+
+
+def taught(drafter: FeatureDrafter, policy_params: dict, ids_E: jax.Array | None, batch: DraftBatch) -> tuple[Frozen, DraftBatch]:
+    """What a drafter's loss reads: the policy's part, and the batch with the policy's features, in float32 whatever the policy computes in."""
+    features_BTF, final_BTD = teach(drafter.spec, drafter.capture_layers, policy_params, batch)
+    frozen = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), frozen_part(drafter, policy_params, ids_E))
+    return frozen, batch.replace(features_BTF=features_BTF.astype(jnp.float32), final_BTD=final_BTD.astype(jnp.float32))
 
 
 def shifted(values_BT: jax.Array, by: int) -> jax.Array:

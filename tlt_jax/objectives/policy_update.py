@@ -132,16 +132,20 @@ def language_objective(run: Pass, params: dict, batch: PackedBatch) -> tuple[Wei
     return loss, {"policy/loss": loss}
 
 
-def accumulate(objective, params: dict, totals: tuple, batch: PackedBatch) -> tuple:
-    """Add one micro-batch to (gradients of the summed loss, loss, metrics); `objective` maps (params, batch) to (WeightedMean, metrics)."""
+def gradients(objective, params: dict, batch) -> tuple:
+    """(gradients of the summed loss in float32, loss, metrics) of one micro-batch; `objective` maps (params, batch) to (WeightedMean, metrics)."""
 
     def summed(params):
         loss, metrics = objective(params, batch)
         return loss.sum, (loss, metrics)
 
     gradients, (loss, metrics) = jax.grad(summed, has_aux=True)(params)
-    new = (jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradients), loss, metrics)
-    return jax.tree.map(jnp.add, totals, new)
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradients), loss, metrics
+
+
+def accumulate(objective, params: dict, totals: tuple, batch) -> tuple:
+    """Add the `gradients` of one micro-batch to those of the micro-batches before it."""
+    return jax.tree.map(jnp.add, totals, gradients(objective, params, batch))
 
 
 def apply_update(optimizer: optax.GradientTransformation, params: dict, opt_state, gradients: dict, loss: WeightedMean, metrics: dict) -> tuple:

@@ -20,7 +20,7 @@ from tlt_jax.decoding.rounds import Decoding, RowState, Weights
 from tlt_jax.distillation import pairs
 from tlt_jax.distillation.acceptance import Rules, acceptance
 from tlt_jax.drafters.drafter import Drafter
-from tlt_jax.drafters.feature_drafter import FeatureDrafter, policy_head
+from tlt_jax.drafters.feature_drafter import FeatureDrafter
 from tlt_jax.models import decoder
 from tlt_jax.models.specs import PolicySpec
 from tlt_jax.objectives import policy_update
@@ -178,6 +178,29 @@ class LearnerPrograms:
         return self._apply(params, opt_state, *totals)
 
 
+class QuantumPrograms:
+    """The programs that train a drafter on one slice: an update on a batch of texts whose features the same program makes, and a measurement of some.
+
+    The drafter's parameters and optimizer state are donated by an update, what the slice serves never is.
+    """
+
+    def __init__(self, mesh: Mesh, drafter: FeatureDrafter, objective, optimizer, params):
+        self.mesh = mesh
+        self.params_placement = rules.param_shardings(mesh, params)
+        self.state_placement = rules.param_shardings(mesh, jax.eval_shape(optimizer.init, params))
+        whole = rules.replicated(mesh)
+
+        def update(params, opt_state, policy, ids, batch):
+            totals = policy_update.gradients(objective, params, pairs.taught(drafter, policy, ids, batch))
+            return policy_update.apply_update(optimizer, params, opt_state, *totals)
+
+        def measure(params, policy, ids, batch):
+            return objective(params, pairs.taught(drafter, policy, ids, batch))[1]
+
+        self.update = jax.jit(update, donate_argnums=(0, 1), out_shardings=(self.params_placement, self.state_placement, whole))
+        self.measure = jax.jit(measure, out_shardings=whole)
+
+
 def score_program(mesh: Mesh, score):
     """A jitted scoring pass (params, batch) → [B, T]."""
     return jax.jit(score, out_shardings=rules.batch_shardings(mesh, jax.ShapeDtypeStruct((rules.batch_rows_multiple(mesh), 1), jnp.float32)))
@@ -216,7 +239,7 @@ def _init_drafter_program(drafter: Drafter):
 
 def frozen_program(drafter: FeatureDrafter):
     """What a drafter's loss reads of a policy: (policy parameters, draft ids or None) → Frozen."""
-    return jax.jit(lambda params, ids: pairs.Frozen(params["embed"]["embedding"], policy_head(drafter.spec, params, ids)))
+    return jax.jit(functools.partial(pairs.frozen_part, drafter))
 
 
 def acceptance_program(drafter: FeatureDrafter, rules: Rules):

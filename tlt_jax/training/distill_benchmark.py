@@ -27,8 +27,8 @@ from tlt_jax.runtime.draft_driver import DraftLearner, Teacher
 from tlt_jax.runtime.programs import compile_counter, frozen_program, new_drafter
 from tlt_jax.sharding.rules import batch_rows_multiple
 from tlt_jax.training import build
+from tlt_jax.training.answering import sample_answers
 from tlt_jax.training.benchmark import Plan, ratio
-from tlt_jax.training.distilling import sample_answers
 from tlt_jax.training.draft_training import draft_loss, unfilled, whole_batches
 from tlt_jax.training.drafting import load_params, make_drafter
 from tlt_jax.training.experience import Packing, Trajectory, pack, packing_for

@@ -1,30 +1,42 @@
-"""The drafter of an RL run learns: at the end of each step it is trained on the step's texts with the updated policy's features, measured on texts held
-back, and handed to the slices unless it got worse. The policy's arrays are read only; the drafter changes no token, only how soon it comes.
+"""The drafter of an RL run learns: in quanta on slices that the rollout's tail leaves idle, and where the config says so after the update, until it has had
+what it is owed. What came out is measured on answers held back, with the features of the policy that it will draft for, and handed to the slices unless it
+got worse. The policy's arrays are read only; the drafter changes no token, only how soon it comes.
 """
 
 import dataclasses
+import zlib
 from collections.abc import Sequence
 
 import jax
 import numpy as np
+from absl import logging
 
+from tlt_jax.distillation import aggregation
 from tlt_jax.distillation.draft_losses import DraftLoss
 from tlt_jax.distillation.pairs import DraftBatch
 from tlt_jax.objectives.policy_update import without_value_head
 from tlt_jax.optimizers import OptimizerSettings, make_optimizer
 from tlt_jax.records import PackedBatch
-from tlt_jax.runtime.draft_driver import DraftLearner, Teacher
+from tlt_jax.runtime.draft_driver import ACCEPTANCE, BorrowedSlice, DraftLearner, Teacher
+from tlt_jax.runtime.lending import Drafter, Lending, LendingSettings, Work
 from tlt_jax.runtime.programs import frozen_program, new_drafter
+from tlt_jax.scheduling import quotas
+from tlt_jax.scheduling.quotas import Quota
+from tlt_jax.scheduling.slices import LoanSettings
 from tlt_jax.sharding import movement
-from tlt_jax.sharding.rules import batch_rows_multiple
+from tlt_jax.sharding.rules import batch_rows_multiple, replicated
+from tlt_jax.strategies import Completion
 from tlt_jax.training.drafting import load_params
 from tlt_jax.training.experience import Packing, Trajectory, pack, packing_for
+from tlt_jax.training.rl_metrics import of_loans
 from tlt_jax.training.session import Session
 from tlt_jax.training.settings import Config
+from tlt_jax.training.text_buffer import Text, TextBuffer
 
 WARMUP_SHARE = 0.05
 WORSE = 0.005  # of 1 - TV, beyond which a trained drafter is not served
-MEASURE = "drafter/acceptance_0"
+FINGERPRINT_VALUES = 2**14  # of a leaf
+TEXTS, RESIDUALS = "drafter_texts", "drafter_residuals"  # of a checkpoint
 
 
 @dataclasses.dataclass
@@ -34,10 +46,13 @@ class DraftCounts:
     version: int = 0  # of the drafter that is served; 0 = as it was made or read
     quanta: int = 0
     rolled_back: int = 0
+    owed: int = 0
+    untrained_steps: int = 0  # in a row
+    lengths: list = dataclasses.field(default_factory=list)  # of the last step's answers, sorted: how long the next ones may take
 
 
 class DraftTraining:
-    """The learner of a run's drafter, its teacher, and the way to the slices."""
+    """The master of a run's drafter on the train mesh, its texts, its teacher, and the way to the slices and back."""
 
     def __init__(self, session: Session, policy: dict):
         """Every slice serves the drafter of this learner from now on. `policy`: its parameters on the train mesh."""
@@ -50,52 +65,124 @@ class DraftTraining:
         self.learner = DraftLearner(mesh, drafter, draft_loss(config), optimizer, params, None)
         self.learner.max_skips = config.optimizer.max_skips
         self.teacher, self.packing, self.counts = Teacher(mesh, drafter, None), draft_packing(session), DraftCounts()
+        self.texts, self.residuals = TextBuffer(config.drafter.buffer_bytes, config.drafter.long_share), {}
+        self.held_back: list[Text] = []
+        self.lending = None
+        if len(self.drivers) > 1 and not config.drafter.freeze:  # one slice has rows until the rollout is over
+            slices = [BorrowedSlice(local, drafter, draft_loss(config), optimizer, params) for local in session.meshes.slices]
+            self.lending = Lending(lending_settings(config), slices)
         self.serve()
 
     def serve(self) -> None:
         """Hand the weights to the slices: the next phase starts with them, in programs that are compiled already."""
-        params = movement.to_host(self.learner.drafter_params)
+        self.master, ids = self.learner.host_state(), self.learner.ids
+        params = self.master.params if ids is None else self.master.params | {"ids": movement.to_host(ids)}
         for driver in self.drivers:
             driver.drafter_params = params
+        self._fingerprint = fingerprint(params)
 
-    def run(self, policy: dict, trajectories: Sequence[Trajectory], step: int) -> dict[str, float]:
-        """Train for `drafter.quanta_per_step` updates on texts of the step, publish or roll back; the drafter/ metrics on texts held back.
+    def start_phase(self, policies: Sequence[dict], step: int, answers: int) -> Lending | None:
+        """The rollout of an RL step begins, of so many answers, with the policy's views on the slices; what lends them to the drafter, if anything does."""
+        measured, self.held_back = one_batch(self.held_back, self.packing), []
+        self._held, self._step, self._drawn = held_back_of(self.config, step, answers), step, 0
+        self._lengths = []
+        self._before, self._idle_quanta, self._loans, self._faults = self.learner.params, 0, None, []
+        if any(fingerprint(driver.drafter_params) != self._fingerprint for driver in self.drivers):
+            self._faults.append("what a slice serves is not the drafter that was handed to it: something else wrote to it")
+        self.counts.owed = quotas.come_due(Quota(self.config.drafter.quanta_per_step, self.counts.owed)).owed
+        if self.lending is None or step <= self.config.scheduler.warmup_steps:
+            return None
+        self.lending.start(Drafter(self.master, self.residuals), Work(policies, self.next_batch, measured, self.counts.lengths))
+        if not self.lending.quantum_seconds:
+            self.lending.prepare(one_batch([], self.packing))
+        return self.lending
 
-        The texts come in an order of (seed, step). Those of the first batch are held back; when there is no other batch it is trained on too.
-        """
-        self.teacher.params, before = without_value_head(policy), self.learner.params
-        self.learner.frozen = self._freeze(self.teacher.params, self.learner.ids)
-        order = np.random.default_rng((self.config.seed, step)).permutation(len(trajectories))
-        batches = whole_batches([dataclasses.replace(trajectories[index], trained=True) for index in order], self.packing)  # unscored ones, too
-        quanta = 0 if self.config.drafter.freeze else self.config.drafter.quanta_per_step
-        batches = [self.teacher.fill(batch) for batch in batches[: quanta + 1]]
-        held_out, texts = batches[:1], batches[1:] or batches
-        measured = self.learner.evaluate(held_out)
-        for quantum in range(quanta):
-            self.learner.update([texts[quantum % len(texts)]])
-        trained = self.learner.evaluate(held_out) if quanta else measured
-        self.teacher.params = self.learner.frozen = None  # what the next update replaces is not kept alive
-        self.counts.quanta += quanta
-        if trained[MEASURE] < measured[MEASURE] - WORSE:
-            self.learner.params, trained = before, measured
-            self.counts.rolled_back += 1
+    def add(self, completion: Completion) -> None:
+        """An answer is finished: slices that are lent may learn from it at once, unless it is held back."""
+        request = completion.request
+        self._lengths.append(len(completion.token_ids))
+        text = Text(np.array([*request.prompt_ids, *completion.token_ids], np.int32), len(request.prompt_ids), self._step, request.index)
+        if request.index in self._held:
+            self.held_back.append(text)
+        else:
+            self.texts.add(text)
+
+    def end_phase(self) -> None:
+        """The rollout is over: slices come back, and what they trained goes to the train mesh."""
+        if self.lending is not None and self.lending.work is not None:
+            drafter, self._loans = self.lending.end(), self.lending.report
+            if self._loans.trained:
+                self.learner.load(drafter.master)
+                self._idle_quanta, self.residuals = self._loans.trained, dict(drafter.residuals)
+        self.held_back.sort(key=lambda text: text.index)
+        self.counts.lengths = sorted(self._lengths)
+        self.texts.end_step()
+
+    def next_batch(self) -> DraftBatch | None:
+        """The texts of a quantum, features still empty; None while there are none. They depend on the seed, the step, how many were drawn, and the texts."""
+        self._drawn += 1
+        texts = self.texts.draw((self.config.seed, self._step, self._drawn), rows_of(self.packing) * self.packing.row_length)
+        return one_batch(texts, self.packing) if texts else None
+
+    def run(self, policy: dict) -> dict[str, float]:
+        """Train what is still owed, measure with the features of `policy` (on the train mesh), publish or roll back; drafter/ and scheduler/ metrics."""
+        config, counts, learner = self.config, self.counts, self.learner
+        self.teacher.params = without_value_head(policy)
+        learner.frozen = self._freeze(self.teacher.params, learner.ids)
+        quota = quotas.repaid(Quota(config.drafter.quanta_per_step, counts.owed), self._idle_quanta)
+        rest = 0 if config.drafter.freeze else quotas.left_for_the_end(quota, config.drafter.train_when)
+        batches = [batch for batch in (self.next_batch() for _ in range(rest)) if batch is not None]
+        for batch in batches:
+            learner.update([self.teacher.fill(batch)])
+        held_back = [self.teacher.fill(one_batch(self.held_back, self.packing))]
+        measured = learner.evaluate(held_back, self._before)
+        quanta = self._idle_quanta + len(batches)
+        trained = learner.evaluate(held_back) if quanta else measured
+        self.teacher.params = learner.frozen = None  # what the next update replaces is not kept alive
+        counts.owed, counts.quanta = quotas.repaid(quota, len(batches)).owed, counts.quanta + quanta
+        counts.untrained_steps = 0 if quanta else counts.untrained_steps + 1
+        if trained[ACCEPTANCE] < measured[ACCEPTANCE] - WORSE:
+            learner.load(self.master)
+            self.residuals, trained = {}, measured
+            counts.rolled_back += 1
         elif quanta:
-            self.counts.version += 1
+            old = self._fingerprint
             self.serve()
+            counts.version += 1
+            if self._fingerprint == old:
+                self._faults.append(f"{quanta} updates changed nothing: look at distill.lr")
+        if counts.untrained_steps >= config.drafter.alarm_after and not config.drafter.freeze:
+            self._faults.append(f"nothing was trained for {counts.untrained_steps} steps: no slice was idle; drafter.train_when=always needs none")
+        for fault in self._faults:
+            logging.error("drafter: %s", fault)
+        self._before = None
         return trained | {
-            "drafter/gain": trained[MEASURE] - measured[MEASURE], "drafter/version": self.counts.version, "drafter/rolled_back": self.counts.rolled_back,
-            "drafter/quanta": self.counts.quanta}
+            "drafter/gain": trained[ACCEPTANCE] - measured[ACCEPTANCE], "drafter/version": counts.version, "drafter/rolled_back": counts.rolled_back,
+            "drafter/quanta": counts.quanta, "drafter/untrained_steps": counts.untrained_steps, "drafter/texts": len(self.texts),
+            "drafter/faults": len(self._faults)
+        } | of_loans(self._loans, [driver.choice.dispatches for driver in self.drivers])
+
+    def arrays(self) -> dict:
+        """The arrays of a checkpoint beside the learner's: texts, and residuals by slice."""
+        whole = replicated(self.learner.programs.mesh)
+        kept = {TEXTS: self.texts.state()[0], RESIDUALS: {str(number): tree for number, tree in self.residuals.items()}}
+        return jax.tree.map(lambda array: movement.to_device(array, whole), kept)
 
     def state(self) -> dict:
-        """The counts as plain values."""
-        return dataclasses.asdict(self.counts)
+        """The counts as plain values, and what describes the arrays of the texts."""
+        return dataclasses.asdict(self.counts) | {"texts": self.texts.state()[1]}
 
-    def restore(self, state: dict) -> None:
+    def restore(self, state: dict, arrays: dict) -> None:
         """Go on from a checkpoint whose arrays the learner holds already."""
-        self.counts = DraftCounts(**state)
+        self.counts = DraftCounts(**{name: value for name, value in state.items() if name != "texts"})
+        self.texts.restore(movement.to_host(arrays[TEXTS]), state["texts"])
+        self.residuals = {int(number): tree for number, tree in movement.to_host(arrays[RESIDUALS]).items()}
         self.serve()
-
-
+        if max(self.residuals, default=0) >= len(self.drivers):  # other slices than then: what each kept goes into what all start from
+            start = aggregation.start_of_loan(self.master.params, aggregation.folded(self.residuals))
+            self.residuals = {}
+            self.learner.load(self.master._replace(params=start))
+            self.serve()
 def draft_loss(config: Config) -> DraftLoss:
     """The loss of the config at the rollout temperature."""
     return DraftLoss(config.rollout.temperature, config.distill.unroll, config.distill.decay, config.distill.feature_weight)
@@ -107,14 +194,45 @@ def draft_packing(session: Session) -> Packing:
     return packing_for(lengths, config.rollout.max_new_tokens, config.distill.tokens_per_update, batch_rows_multiple(session.meshes.train))
 
 
+def held_back_of(config: Config, step: int, answers: int) -> frozenset[int]:
+    """The places of the answers of a step that are only measured on, before any is written: distill.held_out of them, but never all."""
+    count = min(max(1, round(config.distill.held_out * answers)), answers - 1)
+    return frozenset(np.random.default_rng((config.seed, step)).permutation(answers)[:count].tolist())
+
+
 def whole_batches(trajectories: list[Trajectory], packing: Packing) -> list[DraftBatch]:
     """The texts packed in rows, features still empty; every batch has all the rows that the budget holds, so that one shape is compiled."""
-    rows = packing.tokens_per_microbatch // packing.row_length // packing.row_multiple * packing.row_multiple
-    batches = []
+    rows, batches = rows_of(packing), []
     for packed in pack(trajectories, packing).batches:
         padded = jax.tree.map(lambda array: np.pad(array, ((0, rows - len(array)), (0, 0))), packed)
         batches.append(unfilled(padded))
     return batches
+
+
+def rows_of(packing: Packing) -> int:
+    """Rows of a whole batch."""
+    return packing.tokens_per_microbatch // packing.row_length // packing.row_multiple * packing.row_multiple
+
+
+def one_batch(texts: Sequence[Text], packing: Packing) -> DraftBatch:
+    """As many of the texts as fit in one whole batch; without texts one in which no token counts."""
+    trajectories = [Trajectory(text.tokens, text.prompt_length, np.zeros(len(text.tokens) - text.prompt_length, np.float32)) for text in texts]
+    nothing = Trajectory(np.zeros(2, np.int32), 1, np.zeros(1, np.float32), trained=False)
+    return whole_batches(trajectories or [nothing], packing)[0]
+
+
+def fingerprint(tree) -> int:
+    """A number that changes with any trained leaf: the start of every leaf's bytes."""
+    code = 0
+    for leaf in jax.tree.leaves(tree):
+        code = zlib.crc32(np.ascontiguousarray(np.ravel(leaf)[:FINGERPRINT_VALUES]).tobytes(), code)
+    return code
+
+
+def lending_settings(config: Config) -> LendingSettings:
+    """The config's rules of loans."""
+    scheduler, drafter = config.scheduler, config.drafter
+    return LendingSettings(LoanSettings(scheduler.idle_utilization, scheduler.idle_seconds), drafter.sync_every, drafter.aggregation == "residual")
 
 
 def unfilled(packed: PackedBatch) -> DraftBatch:

@@ -59,6 +59,7 @@ def _troubles(metrics: Metrics, *, warm: bool) -> list[tuple[bool, str]]:
         (errors + timeouts > 0, f"{errors:.0f} reward errors and {timeouts:.0f} time-outs (see samples.jsonl and reward.on_error)"),
         (kl > _KL, f"KL to the reference is {kl:.2f} (lower optimizer.lr or raise algorithm.beta)"),
         (clipped > _CLIPPED, f"{100 * clipped:.0f} % of the tokens are clipped (lower optimizer.lr or algorithm.num_iterations)"),
+        (read("drafter/faults", 0) > 0, f"{read('drafter/faults', 0):.0f} faults of the drafter's training (see the log)"),
         (skipped > 0, f"{skipped:.0f} updates skipped for non-finite gradients"),
         (compiles > 0 and warm, f"{compiles:.0f} programs compiled after the warm-up"),
     ]

@@ -92,7 +92,8 @@ def run_step(session: Session, trainer: Trainer, step: int) -> dict[str, float]:
     with timing.of("publish"):
         views = session.publish(trainer.policy.params)
     with timing.of("rollout"):
-        scorer = session.generate(views, prompts, Phase("rollout", config.algorithm.num_generations, config.rollout.temperature, step))
+        phase = Phase("rollout", config.algorithm.num_generations, config.rollout.temperature, step)
+        scorer = session.generate(views, prompts, phase, trainer.draft)
     del views
     decoding = session.decode_report()
     with timing.of("reward"):
@@ -110,7 +111,7 @@ def run_step(session: Session, trainer: Trainer, step: int) -> dict[str, float]:
     if trainer.draft is not None:
         with timing.of("distill"):
             session.reporter.phase("distilling")
-            distilled = trainer.draft.run(trainer.policy.params, trajectories, step)
+            distilled = trainer.draft.run(trainer.policy.params)
     session.reporter.record_samples(step, samples_of(session, scorer, sequence_advantages))
     metrics = rl_metrics.of_rollout(scorer, timing) | decoding | rl_metrics.of_updates(stats) | rl_metrics.of_pool(session.pool, verdicts)
     metrics |= _reward_kl(config, trajectories) | distilled

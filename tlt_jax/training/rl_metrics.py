@@ -2,11 +2,14 @@
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from tlt_jax.rewards.pool import RewardPool
+from tlt_jax.runtime.lending import LoanReport
+from tlt_jax.scheduling import timeline
+from tlt_jax.scheduling.decode_report import Dispatch
 from tlt_jax.training.scoring import StepScorer
 
 
@@ -82,3 +85,17 @@ def of_pool(pool: RewardPool, before: Mapping[str, int]) -> dict[str, float]:
     """Errors and time-outs of the reward since its counts were `before`."""
     errors, timeouts = (pool.counts[name] - before.get(name, 0) for name in ("errors", "timeouts"))
     return {"reward/errors": errors - timeouts, "reward/timeouts": timeouts}
+
+
+def of_loans(report: LoanReport | None, dispatches: Sequence[Sequence[Dispatch]]) -> dict[str, float]:
+    """scheduler/ metrics of a step from its loans and from what each slice decoded; none without a scheduler."""
+    if report is None:
+        return {}
+    spans = [span for number, own in enumerate(dispatches) for span in timeline.of_dispatches(number, own)]
+    spans += [timeline.Span(quantum.slice, "distilling", quantum.start, quantum.end) for quantum in report.quanta]
+    window = min((span.start for span in spans), default=0.0), max((span.end for span in spans), default=0.0)
+    lent, busy = (sum(span.end - span.start for span in some) for some in (report.loans, report.quanta))
+    return {
+        "scheduler/loans": len(report.loans), "scheduler/lent_seconds": lent, "scheduler/distilling_seconds": busy, "scheduler/quanta": report.trained,
+        "scheduler/skipped_quanta": report.skipped, "scheduler/mergers": report.mergers, "scheduler/recall_seconds": report.recall_seconds
+    } | timeline.loan_metrics(timeline.with_idle(spans, len(dispatches), *window))

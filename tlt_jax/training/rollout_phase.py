@@ -6,6 +6,7 @@ from collections.abc import Callable, Container, Sequence
 from tlt_jax.decoding.sampling import make_sampling
 from tlt_jax.models.specs import PolicySpec
 from tlt_jax.runtime.event_loop import roll_out
+from tlt_jax.runtime.lending import Lending
 from tlt_jax.runtime.rollout_driver import Lengths, RolloutDriver
 from tlt_jax.strategies import Completion, Request
 from tlt_jax.tasks.prompts import Prompt
@@ -39,6 +40,7 @@ class Engine:
     model: Model
     drivers: Sequence[RolloutDriver]
     longest_prompt: int
+    lending: Lending | None = None  # lends slices of the phase that have no rows left
 
     @property
     def active(self) -> int:
@@ -61,7 +63,7 @@ class Engine:
                 prompt=prompt.key, sample=sample, draw=0, index=number * phase.generations + sample, prompt_ids=prompt.prompt_ids,
                 max_new_tokens=rollout.max_new_tokens, seed=self.config.seed, step=phase.step)
             for number, prompt in enumerate(prompts) for sample in range(phase.generations) if number * phase.generations + sample not in there]
-        roll_out(self.drivers, requests, on_completion, on_turn)
+        roll_out(self.drivers, requests, on_completion, on_turn, self.lending)
         for driver in self.drivers:
             driver.release()
 

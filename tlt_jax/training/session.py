@@ -2,15 +2,19 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
+from typing import Protocol
 
 from tlt_jax.objectives.policy_update import without_value_head
 from tlt_jax.rewards.pool import RewardPool
+from tlt_jax.runtime.lending import Lending
 from tlt_jax.runtime.policy_driver import Publisher
 from tlt_jax.runtime.rollout_driver import RolloutDriver
 from tlt_jax.scheduling import decode_report
 from tlt_jax.scheduling.strategy_selector import SelectorState
 from tlt_jax.sharding.meshes import Meshes
 from tlt_jax.sharding.rules import batch_rows_multiple
+from tlt_jax.strategies import Completion
 from tlt_jax.tasks.prompts import Prompt, Task
 from tlt_jax.training import build
 from tlt_jax.training.experience import Packing, packing_for
@@ -18,6 +22,19 @@ from tlt_jax.training.reporting import Reporter
 from tlt_jax.training.rollout_phase import Engine, Phase, Weights, longest_prompt
 from tlt_jax.training.scoring import StepScorer
 from tlt_jax.training.settings import Config
+
+
+class PhaseLearner(Protocol):
+    """What learns from a rollout phase while it runs."""
+
+    def start_phase(self, policies: Sequence[dict], step: int, answers: int) -> Lending | None:
+        """Before the first row; what lends the phase's idle slices, if anything does."""
+
+    def add(self, completion: Completion) -> None:
+        """A completion is finished."""
+
+    def end_phase(self) -> None:
+        """After the last row."""
 
 
 @dataclasses.dataclass
@@ -60,17 +77,25 @@ class Session:
         """Tokens of the longest prompt, training or held out: rollouts of the run have one shape."""
         return longest_prompt([*self.task.prompts(), *(self.held_out.prompts() if self.held_out is not None else ())])
 
-    def generate(self, views: list, prompts: list[Prompt], phase: Phase) -> StepScorer:
-        """Roll out `phase.generations` completions of every prompt on the published `views` and score them on the way."""
-        engine = Engine(self.config, self.model, self.drivers, self.longest_prompt)
+    def generate(self, views: list, prompts: list[Prompt], phase: Phase, learner: PhaseLearner | None = None) -> StepScorer:
+        """Roll out `phase.generations` completions of every prompt on the published `views` and score them on the way; `learner` reads along."""
         scorer = StepScorer(self.pool, self.model.tokenizer, prompts, phase.generations, phase.step)
+        lending = None if learner is None else learner.start_phase(views, phase.step, len(prompts) * phase.generations)
+        engine = Engine(self.config, self.model, self.drivers, self.longest_prompt, lending)
+
+        def finish(completion: Completion) -> None:
+            scorer.add(completion)
+            if learner is not None:
+                learner.add(completion)
 
         def show() -> None:
             scorer.poll()
             done = sum(completion is not None for completion in scorer.completions)
             self.reporter.phase(phase.name, rows_active=engine.active, finished=done, of=len(scorer.completions))
 
-        engine.run(Weights(views, self.publisher.version), prompts, phase, scorer.add, show)
+        engine.run(Weights(views, self.publisher.version), prompts, phase, finish, show)
+        if learner is not None:
+            learner.end_phase()
         return scorer
 
     def decode_report(self) -> dict[str, float]:

@@ -78,6 +78,7 @@ def _declarations() -> dict:
         "rollout": _rollout(),
         "speculative": _speculative(),
         "drafter": _drafter(),
+        "scheduler": _scheduler(),
         "distill": _distill(),
         "mesh": _mesh(),
         "optimizer": _optimizer(),
@@ -231,9 +232,28 @@ def _drafter() -> dict:
         "truncated_layers": (0, "method truncated: first layers of the policy that draft; 0 = a quarter of them", FROM_0),
         "lookup_length": (4, "method prompt_lookup: longest suffix that is looked up", FROM_1),
         "lookup_history": (2, "method prompt_lookup: answers of earlier steps that are kept of each prompt", FROM_0),
-        "quanta_per_step": (0, "updates of an eagle or eagle3 drafter in each RL step, on the step's answers (see distill.*); 0 = none", FROM_0),
+        "quanta_per_step": (
+            0, "updates of an eagle or eagle3 drafter that come due with each RL step (see distill.*); idle slices may train more; 0 = it does not learn",
+            FROM_0),
+        "train_when": (
+            "always", "idle: only on slices that the rollout leaves idle; always: after the update, too, until what is due is trained", ("idle", "always")),
+        "sync_every": (5, "quanta of a lent slice between two mergers with the others", FROM_1),
+        "aggregation": (
+            "residual", "how slices are merged: residual (a share of each slice's change stays there where the merged drafter is worse) or average",
+            ("residual", "average")),
+        "buffer_bytes": (2**28, "bytes of answers kept on the host to learn from", FROM_1),
+        "long_share": (0.5, "share of those bytes, and of what a quantum reads, that belongs to the longer half of the answers", BELOW_1),
+        "alarm_after": (20, "steps in a row without any training after which that is reported as an error", FROM_1),
         "freeze": (False, "measure the drafter in each RL step and do not train it: the control of quanta_per_step"),
         "catchup_window": (512, "positions of features kept of each row, from which a drafter that is switched on late starts", FROM_1),
+    }
+
+
+def _scheduler() -> dict:
+    return {
+        "idle_utilization": (0.3, "a slice counts as idle while it may still get rows when it had work for less than this share of idle_seconds", SHARE),
+        "idle_seconds": (0.5, "that long; a slice that can get no more rows in the phase is lent at once", FROM_0),
+        "warmup_steps": (0, "first RL steps in which no slice is lent", FROM_0),
     }
 
 

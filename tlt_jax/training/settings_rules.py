@@ -26,7 +26,6 @@ _NOT_BUILT = {
     "vision": "vision inputs",
     "async": "asynchronous RL updates",
     "staleness": "asynchronous RL updates",
-    "scheduler": "lent idle slices",
     "curriculum": "curricula",
     "reward_model": "reward-model stages",
     "pretrain": "pretrain stages",

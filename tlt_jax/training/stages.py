@@ -11,10 +11,12 @@ import jax
 
 from tlt_jax.checkpoints.run_model import is_workdir, save_run_model
 from tlt_jax.checkpoints.run_state import RunStateStore, StepDescription
+from tlt_jax.checkpoints.step_manifest import Leaves
+from tlt_jax.checkpoints.tensor_layout import nest
 from tlt_jax.rewards.pool import RewardPool
 from tlt_jax.runtime.policy_driver import Learner
 from tlt_jax.runtime.programs import compile_counter
-from tlt_jax.sharding.rules import batch_rows_multiple
+from tlt_jax.sharding.rules import batch_rows_multiple, replicated
 from tlt_jax.tasks.prompts import PromptOrder, Task
 from tlt_jax.training import build, rl, sft
 from tlt_jax.training.draft_training import DraftTraining
@@ -72,7 +74,7 @@ class Stage:
         arrays = dict(self.extra)
         for name, learner in self.learners.items():
             arrays |= {name: learner.params, f"{name}_optimizer": learner.opt_state}
-        return arrays
+        return arrays if self.draft is None else arrays | self.draft.arrays()
 
 
 def run(config: Config, workdir: str) -> None:
@@ -273,6 +275,9 @@ def _restore(whole: Run, checkpoint: int | None, stage: Stage) -> int:
         return 0
     known = _with_its_drafter(whole, stage, checkpoint)
     like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), known.arrays())
+    if known.draft is not None:
+        items = whole.store.describe(checkpoint).items
+        like |= {name: _as_saved(items[name], whole.session.meshes.train) for name in known.draft.arrays()}
     arrays, host = whole.store.restore(checkpoint, like)
     for name, learner in known.learners.items():
         learner.params, learner.opt_state = arrays[name], arrays[f"{name}_optimizer"]
@@ -282,9 +287,15 @@ def _restore(whole: Run, checkpoint: int | None, stage: Stage) -> int:
     whole.heldout += [tuple(pair) for pair in host["heldout"]]
     whole.session.published = host["policy_version"]
     if known.draft is not None:
-        known.draft.restore(host["drafter"])
+        known.draft.restore(host["drafter"], arrays)
     whole.session.restore_selectors(host.get("selectors", []))  # a checkpoint of an earlier version has none
     return host["stage_step"]
+
+
+def _as_saved(leaves: Leaves, mesh) -> dict:
+    """An item whose shapes only the checkpoint knows, whole on every device."""
+    tree = nest({tuple(path.split("/")): leaf for path, leaf in leaves.items()})
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated(mesh)), tree)
 
 
 def _with_its_drafter(whole: Run, stage: Stage, checkpoint: int) -> Stage:

@@ -1,0 +1,213 @@
+"""Lends slices that have no rows left to the drafter's training, and takes them back, while the other slices decode.
+
+A loan is a run of quanta on one slice. The master of the drafter lies on the host: a loan starts from it, and what loans brought is mixed into it every
+`sync_every` quanta and at the end of the phase. Which slice is lent when: `scheduling/slices.py`.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from tlt_jax.distillation import aggregation
+from tlt_jax.distillation.aggregation import State, Trained
+from tlt_jax.distillation.pairs import DraftBatch
+from tlt_jax.runtime.draft_driver import BorrowedSlice
+from tlt_jax.runtime.rollout_driver import RolloutDriver
+from tlt_jax.scheduling.slices import Commands, LoanSettings, Observation, Owner, Reading, all_rolling_out, decide
+from tlt_jax.scheduling.tail_estimate import remaining_tokens
+
+NEWEST = 0.3  # weight of the newest quantum in the mean of their seconds
+
+
+class LendingSettings(NamedTuple):
+    """When slices are lent, and how what they trained is brought together."""
+
+    loans: LoanSettings
+    sync_every: int  # quanta of a slice between two mergers
+    adaptive: bool  # mix less than the whole where the merged drafter is worse than the best slice's; the rest stays with the slices as a residual
+
+
+class Drafter(NamedTuple):
+    """The drafter that loans train: the master, and what each slice keeps beside it."""
+
+    master: State
+    residuals: Mapping[int, dict]
+
+
+class Work(NamedTuple):
+    """What the loans of a phase train with."""
+
+    policies: Sequence[dict]  # as they lie on the slices
+    next_batch: Callable[[], DraftBatch | None]  # without features; None: there is nothing to learn from yet
+    held_out: DraftBatch | None
+    earlier_lengths: Sequence[int]  # of answers, sorted
+
+
+class Span(NamedTuple):
+    """Seconds of the clock in which something lasted on a slice."""
+
+    slice: int
+    start: float
+    end: float
+
+
+@dataclasses.dataclass
+class LoanReport:
+    """What a phase's loans were, in seconds of the clock."""
+
+    loans: list[Span] = dataclasses.field(default_factory=list)
+    quanta: list[Span] = dataclasses.field(default_factory=list)
+    trained: int = 0  # updates that the master holds now
+    skipped: int = 0  # updates with a gradient that was not finite
+    mergers: int = 0
+    recall_seconds: float = 0.0  # the longest time from a recall until the slice was back
+
+
+@dataclasses.dataclass
+class _Loan:
+    lent: float
+    recalled: float | None = None
+    began: float | None = None  # the quantum that runs
+
+
+class Mixture:
+    """The drafter of a phase, and what loans brought that ended before a merger."""
+
+    def __init__(self, drafter: Drafter, adaptive: bool, held_out: DraftBatch | None):
+        self.drafter, self.kept = drafter, {}
+        self._adaptive, self._held_out = adaptive, held_out
+
+    def start_of_loan(self, number: int) -> Trained:
+        """With what a slice goes on: its own last loan, else the master and its residual."""
+        master = self.drafter.master
+        new = Trained(State(aggregation.start_of_loan(master.params, self.drafter.residuals.get(number)), master.opt_state), 0)
+        return self.kept.pop(number, new)
+
+    def merge(self, trained: Mapping[int, Trained], slices: Sequence[BorrowedSlice]) -> int:
+        """Bring loans into the master, measured on the slices that trained them; the number of mixed ones."""
+        trained, self.kept = {number: one for number, one in (self.kept | trained).items() if one.quanta}, {}
+        if not trained:
+            return 0
+        mixed, alpha = aggregation.mixed(self.drafter.master, trained, 1.0), 1.0
+        if len(trained) > 1 and self._adaptive and self._held_out is not None:
+            best = max(slices[number].measure(one.state.params, self._held_out) for number, one in trained.items())
+            alpha = aggregation.alpha_from(slices[min(trained)].measure(mixed[0].params, self._held_out), best)
+            mixed = aggregation.mixed(self.drafter.master, trained, alpha) if alpha < 1 else mixed
+        others = {number: residual for number, residual in self.drafter.residuals.items() if number not in trained}
+        self.drafter = Drafter(mixed[0], others | (mixed[1] if alpha < 1 else {}))
+        return len(trained)
+
+
+class Lending:
+    """The loans of this process's slices, during one rollout phase at a time."""
+
+    def __init__(self, settings: LendingSettings, slices: Sequence[BorrowedSlice], clock: Callable[[], float] = time.monotonic):
+        self.settings, self.slices, self._clock = settings, slices, clock
+        self.quantum_seconds = 0.0
+        self._open: dict[int, _Loan] = {}
+
+    def start(self, drafter: Drafter, work: Work) -> None:
+        """A phase begins."""
+        self.work, self.state, self.report = work, all_rolling_out(len(self.slices)), LoanReport()
+        self._mixture = Mixture(drafter, self.settings.adaptive, work.held_out)
+        self._started = self._clock()
+
+    def prepare(self, batch: DraftBatch) -> None:
+        """Compile what loans run, so that none waits for a compiler, and time a quantum; in the batch no token counts, so nothing is learned."""
+        master = self._mixture.drafter.master
+        for number, one in enumerate(self.slices):
+            one.lend(self.work.policies[number], master)
+            one.measure(master.params, batch)
+            for _ in range(2):  # the first one compiles
+                started = self._clock()
+                one.begin(batch)
+                one.wait()
+            self.quantum_seconds = max(self.quantum_seconds, self._clock() - started)
+            one.give_back()
+        self._started = self._clock()
+
+    def turn(self, drivers: Sequence[RolloutDriver], queued: int) -> bool:
+        """One turn of the event loop: see what ended, lend and recall, start quanta. Whether anything moved."""
+        now = self._clock()
+        ended = [number for number, loan in self._open.items() if loan.began is not None and not self.slices[number].in_quantum]
+        for number in ended:
+            self._end_quantum(number, now)
+        readings = tuple(
+            Reading(driver.active or len(driver.in_flight), bool(driver.in_flight), number in self._open and self._open[number].began is not None)
+            for number, driver in enumerate(drivers))
+        remaining = remaining_seconds(drivers, self.work.earlier_lengths, now - self._started)
+        seen = Observation(now, queued, False, remaining, self.quantum_seconds, readings)
+        self.state, commands = decide(self.settings.loans, self.state, seen)
+        self._obey(commands, now)
+        waiting = [self.slices[number].quanta for number in self._open] + [kept.quanta for kept in self._mixture.kept.values()]
+        # A slice alone is its own merger.
+        merger_is_due = max(waiting, default=0) >= self.settings.sync_every and sum(quanta > 0 for quanta in waiting) > 1
+        if not merger_is_due:
+            begun = [number for number, loan in self._open.items() if loan.recalled is None and loan.began is None and self._begin(number)]
+            return bool(ended or begun)
+        if all(loan.began is None for loan in self._open.values()):
+            self._merge()
+            for number in self._open:
+                self.slices[number].lend(self.work.policies[number], self._mixture.start_of_loan(number).state)
+        return bool(ended)
+
+    def end(self) -> Drafter:
+        """The phase is over: every slice is back after the quantum that runs on it, and the drafter holds what all of them brought."""
+        over = self._clock()
+        for number in tuple(self._open):
+            self._open[number].recalled = self._open[number].recalled or over
+            if self._open[number].began is not None:
+                self.slices[number].wait()
+                self._end_quantum(number, self._clock())
+            self._take_back(number, self._clock())
+        self._merge()
+        for one in self.slices:
+            one.give_back()
+        self.work = None  # the policy of the phase is freed
+        return self._mixture.drafter
+
+    def _obey(self, commands: Commands, now: float) -> None:
+        for number in commands.recall:
+            self._open[number].recalled = now
+        for number, one in enumerate(self.state.slices):
+            if number in self._open and (one.owner is Owner.ROLLOUT or number in commands.lend):
+                self._take_back(number, now)
+        for number in commands.lend:
+            self.slices[number].lend(self.work.policies[number], *self._mixture.start_of_loan(number))
+            self._open[number] = _Loan(now)
+
+    def _begin(self, number: int) -> bool:
+        batch = self.work.next_batch()
+        if batch is not None:
+            self.slices[number].begin(batch)
+            self._open[number].began = self._clock()
+        return batch is not None
+
+    def _end_quantum(self, number: int, now: float) -> None:
+        loan = self._open[number]
+        self.slices[number].wait()
+        self.report.quanta.append(Span(number, loan.began, now))
+        self.quantum_seconds += NEWEST * (now - loan.began - self.quantum_seconds)
+        loan.began = None
+
+    def _take_back(self, number: int, now: float) -> None:
+        loan, one = self._open.pop(number), self.slices[number]
+        self._mixture.kept[number] = one.trained()
+        self.report.skipped += one.skipped
+        self.report.recall_seconds = max(self.report.recall_seconds, now - loan.recalled)
+        self.report.loans.append(Span(number, loan.lent, now))
+
+    def _merge(self) -> None:
+        trained = {number: self.slices[number].trained() for number in self._open}
+        self.report.trained += sum(one.quanta for one in (trained | self._mixture.kept).values())
+        self.report.mergers += self._mixture.merge(trained, self.slices) > 1
+
+
+def remaining_seconds(drivers: Sequence[RolloutDriver], earlier_lengths: Sequence[int], passed: float) -> float:
+    """Estimate for the last row, at the pace of the `passed` seconds of the phase; infinity while no row has written anything."""
+    rows = [row for driver in drivers for row in driver.rows if row is not None]
+    longest = max((len(row.tokens) for row in rows), default=0)
+    if not longest:
+        return float("inf")
+    return max(remaining_tokens(len(row.tokens), row.request.max_new_tokens, earlier_lengths) for row in rows) * passed / longest
