@@ -183,6 +183,8 @@ class DraftTraining:
             self.residuals = {}
             self.learner.load(self.master._replace(params=start))
             self.serve()
+
+
 def draft_loss(config: Config) -> DraftLoss:
     """The loss of the config at the rollout temperature."""
     return DraftLoss(config.rollout.temperature, config.distill.unroll, config.distill.decay, config.distill.feature_weight)
