@@ -123,7 +123,8 @@ def test_a_new_run_sets_the_old_timeline_aside(tmp_path):
     assert steps_of(path) == [("rl", 1)] and steps_of(tmp_path / "timeline.json.gz.1") == [("rl", 1), ("rl", 2)]
 
 
-@pytest.mark.parametrize("content", [b"notes", gzip.compress(b"notes\n"), gzip.compress(b"[{}\n")[:-8] + b"\0" * 8])
+@pytest.mark.parametrize(
+    "content", [b"notes", gzip.compress(b"notes\n"), gzip.compress(b"[{}\n")[:-8] + b"\0" * 8], ids=["plain text", "zipped text", "wrong checksum"])
 def test_a_file_that_is_no_timeline_is_named_and_left_alone(tmp_path, content):
     path = tmp_path / "timeline.json.gz"
     path.write_bytes(content)
