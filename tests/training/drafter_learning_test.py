@@ -18,15 +18,16 @@ SLICED = ("mesh.train.fsdp=1", "mesh.train.data=-1", "mesh.rollout_slices=4", "b
 
 
 @pytest.fixture(scope="module")
-def sliced(tmp_path_factory):
-    """The run on 8 devices and 4 slices, with a drafter that learns on idle slices only, is frozen, or is only used; and one stopped and continued."""
+def sliced(tmp_path_factory, request):
+    """The run on 8 devices and 4 slices, with a drafter that learns on idle slices only, is frozen, or is only used; with --full one stopped and continued."""
     place = Place(tmp_path_factory.mktemp("sliced"))
     place.environment["XLA_FLAGS"] += " --xla_force_host_platform_device_count=8"
     idle = ("drafter.quanta_per_step=4", "drafter.train_when=idle", "drafter.sync_every=1")
     parts = place.arguments("parts", *OPTIONS, *SLICED, *idle)
+    place.full = request.config.getoption("full")
     place.said = place.jobs(
         (place.arguments("idle", *OPTIONS, *SLICED, *idle), None), (place.arguments("frozen", *OPTIONS, *SLICED, *idle, "drafter.freeze=true"), None),
-        (place.arguments("used", *OPTIONS, *SLICED), None), (parts, ["rl", 2]), (parts, None))
+        (place.arguments("used", *OPTIONS, *SLICED), None), *([(parts, ["rl", 2]), (parts, None)] if place.full else []))
     return place
 
 
@@ -99,13 +100,13 @@ def test_the_drafter_of_a_run_is_exported_as_it_drafted(runs, tmp_path):
 
 
 def test_on_four_slices_training_on_idle_ones_changes_no_token_no_reward_and_no_parameter_of_the_policy(sliced):
-    assert [code for code, *_ in sliced.said] == ["0", "0", "0", "143", "0"]
+    assert [code for code, *_ in sliced.said] == ["0", "0", "0", *(["143", "0"] if sliced.full else [])]
     policies = {}
-    for workdir in ("idle", "frozen", "used", "parts"):
+    for workdir in ("idle", "frozen", "used", *(["parts"] if sliced.full else [])):
         arrays, _ = sliced.checkpoint(workdir)
         policies[workdir] = {name: array.tobytes() for name, array in arrays.items() if name.startswith("policy")}
         assert sliced.records(workdir, "samples") == sliced.records("idle", "samples")
-    assert policies["idle"] == policies["frozen"] == policies["used"] == policies["parts"] != {}
+    assert policies["idle"] == policies["frozen"] == policies["used"] == policies.get("parts", policies["used"]) != {}
 
 
 def test_what_idle_slices_train_is_counted_once(sliced):
@@ -116,6 +117,8 @@ def test_what_idle_slices_train_is_counted_once(sliced):
 
 
 def test_a_resumed_run_goes_on_with_the_texts_and_counts_of_its_checkpoint(sliced):
+    if not sliced.full:
+        pytest.skip("takes two more runs on four slices: --full")
     at_stop, at_end = (sliced.checkpoint("parts", step)[1]["drafter"] for step in (2, 4))
     steps = {text[2] for text in at_stop["texts"]["texts"]}
     assert steps == {1, 2} and {text[2] for text in at_end["texts"]["texts"]} == {1, 2, 3, 4}
