@@ -28,17 +28,23 @@ def read_prompt_rows(path: str, tokenizer: Tokenizer | None, settings: PromptSet
     return found
 
 
-def _given_ids(row: Row, tokenizer: Tokenizer | None, embedding_rows: int) -> Prompt:
-    ids = row.columns["prompt_ids"]
+def read_ids(row: Row, field: str, embedding_rows: int) -> tuple[int, ...]:
+    """The token ids of a field that the row has. Raises DataError naming row and field for what is no list of ids with an embedding row."""
+    ids = row.columns[field]
     if not isinstance(ids, list) or not ids or any(type(token) is not int for token in ids):
-        raise DataError(f"{row.place}: prompt_ids must be a list of whole numbers and not empty, not {ids!r:.80}")
+        raise DataError(f"{row.place}: {field} must be a list of whole numbers and not empty, not {ids!r:.80}")
     try:
         check_ids(ids, embedding_rows)
     except TokenizerError as error:
-        raise DataError(f"{row.place}: {error}") from error
+        raise DataError(f"{row.place}: {field}: {error}") from error
+    return tuple(ids)
+
+
+def _given_ids(row: Row, tokenizer: Tokenizer | None, embedding_rows: int) -> Prompt:
+    ids = read_ids(row, "prompt_ids", embedding_rows)
     identity = row.index if _id(row) is None else str(_id(row))
     text = "" if tokenizer is None else tokenizer.decode(ids, skip_special_tokens=False)
-    return Prompt(prompt_key(row.file_name, identity), row.file_name, row.index, text, tuple(ids), "", columns=row.columns)
+    return Prompt(prompt_key(row.file_name, identity), row.file_name, row.index, text, ids, "", columns=row.columns)
 
 
 def _given_text(row: Row, tokenizer: Tokenizer | None, settings: PromptSettings) -> Prompt:

@@ -10,8 +10,8 @@ from tlt_jax.distillation.pairs import DraftBatch
 from tlt_jax.models.specs import PolicySpec
 from tlt_jax.strategies import Completion
 from tlt_jax.tasks.prompts import Prompt, PromptOrder
+from tlt_jax.tasks.request_rows import read_ids
 from tlt_jax.tasks.text_files import DataError, Row, read_rows
-from tlt_jax.tasks.tokenizer import TokenizerError, check_ids
 from tlt_jax.training import build
 from tlt_jax.training.draft_training import unfilled
 from tlt_jax.training.experience import Packing, Trajectory, pack
@@ -85,17 +85,10 @@ def read_rollouts(path: str, spec: PolicySpec) -> list[Answer]:
 
 
 def _ids(row: Row, field: str, vocabulary: int) -> tuple[int, ...]:
-    ids = row.columns.get(field)
-    if ids is None:
+    if row.columns.get(field) is None:
         texts = "; samples.jsonl of a run holds texts, which are not the exact tokens" if "response" in row.columns else ""
         raise DataError(f"{row.place} has no {field}: rollouts are rows with prompt_ids and token_ids, as distill and generate write them{texts}")
-    if not isinstance(ids, list) or not ids or any(type(token) is not int for token in ids):
-        raise DataError(f"{row.place}: {field} must be a list of whole numbers and not empty, not {ids!r:.80}")
-    try:
-        check_ids(ids, vocabulary)
-    except TokenizerError as error:
-        raise DataError(f"{row.place}: {field}: {error}") from error
-    return tuple(ids)
+    return read_ids(row, field, vocabulary)
 
 
 def _row(answer: Answer) -> dict:
@@ -156,9 +149,14 @@ def answer_packing(config: Config, longest: int, row_multiple: int) -> Packing:
     return Packing(budget, row_multiple, share // longest * longest)
 
 
+def texts_of(answers: Sequence[Answer]) -> list[Trajectory]:
+    """Answers behind their prompts, to be packed for a drafter."""
+    return [Trajectory(np.array([*prompt, *response], np.int32), len(prompt), np.zeros(len(response), np.float32)) for prompt, response in answers]
+
+
 def packed_answers(config: Config, answers: Sequence[Answer], row_multiple: int) -> list[DraftBatch]:
     """Answers side by side in rows, the features still empty."""
-    trajectories = [Trajectory(np.array([*prompt, *response], np.int32), len(prompt), np.zeros(len(response), np.float32)) for prompt, response in answers]
+    trajectories = texts_of(answers)
     packing = answer_packing(config, max(len(one.tokens) for one in trajectories), row_multiple)
     order = np.random.default_rng(config.seed).permutation(len(trajectories))
     return [unfilled(packed) for packed in pack([trajectories[index] for index in order], packing).batches]

@@ -27,7 +27,7 @@ from tlt_jax.runtime.draft_driver import DraftLearner, Teacher
 from tlt_jax.runtime.programs import compile_counter, frozen_program, new_drafter
 from tlt_jax.sharding.rules import batch_rows_multiple
 from tlt_jax.training import build
-from tlt_jax.training.answering import sample_answers
+from tlt_jax.training.answering import sample_answers, texts_of
 from tlt_jax.training.benchmark import Plan, ratio
 from tlt_jax.training.draft_training import draft_loss, unfilled, whole_batches
 from tlt_jax.training.drafting import load_params, make_drafter
@@ -77,8 +77,7 @@ def distill(config: Config, plan: Plan) -> list[dict]:
     multiple, budget, longest = batch_rows_multiple(meshes.train), config.distill.tokens_per_update, longest_prompt(prompts) + plan.new_tokens
     if longest * multiple > budget:
         raise ValueError(f"distill.tokens_per_update={budget} cannot hold one text of up to {longest} tokens for each of {multiple} devices: raise it")
-    answers = sample_answers(config, model, prompts, 1)
-    texts = [Trajectory(np.array([*prompt, *response], np.int32), len(prompt), np.zeros(len(response), np.float32)) for prompt, response in answers]
+    texts = texts_of(sample_answers(config, model, prompts, 1))
     policy = load_policy(config.model.path, dtype="float32", mesh=meshes.train).params
     params = load_params(config, model.spec, "float32") or new_drafter(drafter, policy, config.seed)
     learner = DraftLearner(

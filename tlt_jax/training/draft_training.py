@@ -83,7 +83,7 @@ class DraftTraining:
 
     def start_phase(self, policies: Sequence[dict], step: int, answers: int) -> Lending | None:
         """The rollout of an RL step begins, of so many answers, with the policy's views on the slices; what lends them to the drafter, if anything does."""
-        measured, self.held_back = one_batch(self.held_back, self.packing), []
+        earlier, self.held_back = self.held_back, []
         self._held, self._step, self._drawn = held_back_of(self.config, step, answers), step, 0
         self._lengths = []
         self._before, self._idle_quanta, self._loans, self._faults = self.learner.params, 0, None, []
@@ -92,7 +92,8 @@ class DraftTraining:
         self.counts.owed = quotas.come_due(Quota(self.config.drafter.quanta_per_step, self.counts.owed)).owed
         if self.lending is None or step <= self.config.scheduler.warmup_steps:
             return None
-        self.lending.start(Drafter(self.master, self.residuals), Work(policies, self.next_batch, measured, self.counts.lengths))
+        work = Work(policies, self.next_batch, one_batch(earlier, self.packing), self.counts.lengths)
+        self.lending.start(Drafter(self.master, self.residuals), work)
         if not self.lending.quantum_seconds:
             self.lending.prepare(one_batch([], self.packing))
         return self.lending
