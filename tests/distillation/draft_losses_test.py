@@ -180,5 +180,6 @@ def test_coupled_candidates_are_accepted_as_their_rules_say():
 def test_the_expected_accept_length_is_the_mean_number_of_tokens_of_a_round():
     rates = [0.8, 0.5, 0.25]
     ends = [(1, 0.2), (2, 0.8 * 0.5), (3, 0.8 * 0.5 * 0.75), (4, 0.8 * 0.5 * 0.25)]  # tokens of a round, and how probable it is that it ends there
-    assert expected_accept_length(rates) == pytest.approx(sum(tokens * share for tokens, share in ends))
-    assert expected_accept_length([]) == 1
+    metrics = {f"drafter/acceptance_{level}": rate for level, rate in enumerate(rates)}
+    assert expected_accept_length(metrics) == pytest.approx(sum(tokens * share for tokens, share in ends))
+    assert expected_accept_length({}) == 1

@@ -10,7 +10,7 @@ CHAIN, ONE, FOUR = Strategy(3, 1, 3), Bucket(1, False), Bucket(4, False)
 
 
 def dispatch(started, seconds, strategy=OFF, bucket=ONE, rows=1, tokens=10, rounds=10, compiled=False):
-    return Dispatch(started, seconds, strategy, bucket, rows, tokens, rounds, compiled)
+    return Dispatch(started, seconds, strategy, bucket, rows, tokens, rounds, rows * rounds, compiled)
 
 
 def test_the_gain_is_plain_time_for_the_same_tokens_over_the_time_it_took():
@@ -32,6 +32,12 @@ def test_a_phase_without_drafts_reports_no_gain():
 def test_shares_count_rounds_and_not_dispatches():
     metrics = report([([dispatch(0, 1, rounds=30)], {}), ([dispatch(0, 1, CHAIN, rounds=10)], {})])
     assert metrics["spec/rounds_share_plain"] == 0.75 and metrics["spec/rounds_share_3_1_3"] == 0.25
+
+
+def test_the_accept_length_of_drafted_rounds_leaves_plain_rounds_out_and_counts_every_row():
+    own = [dispatch(0, 1.0, rows=4, tokens=40), dispatch(1, 1.0, CHAIN, rows=2, tokens=30), dispatch(2, 1.0, CHAIN, rows=1, tokens=30)]
+    assert report([(own, {})])["spec/accept_length_drafted"] == pytest.approx(60 / 30)
+    assert "spec/accept_length_drafted" not in report([(own[:1], {})])
 
 
 def test_no_dispatch_gives_no_metric():

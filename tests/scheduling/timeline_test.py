@@ -79,7 +79,7 @@ def test_what_is_no_span_is_refused_by_name():
 def test_a_dispatch_is_speculative_when_it_drafts_and_a_compile_when_it_compiled():
     chain = Strategy(3, 1, 3)
     dispatches = [
-        Dispatch(started, 0.5, strategy, Bucket(1, False), 1, 10, 10, compiled)
+        Dispatch(started, 0.5, strategy, Bucket(1, False), 1, 10, 10, 10, compiled)
         for started, strategy, compiled in ((0, OFF, True), (1, OFF, False), (2, chain, False), (3, chain, True))]
     assert of_dispatches(7, dispatches) == [
         Span(7, "compile", 0, 0.5), Span(7, "rollout", 1, 1.5), Span(7, "speculative", 2, 2.5), Span(7, "compile", 3, 3.5)]

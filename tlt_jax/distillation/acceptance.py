@@ -9,8 +9,9 @@ Four rules on the same pair of distributions, p of the policy over all tokens an
 """
 
 import dataclasses
-import math
-from collections.abc import Sequence
+import itertools
+import operator
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -34,11 +35,12 @@ class Rules:
     levels: int = 3
 
 
-def expected_accept_length(acceptances: Sequence[float]) -> float:
-    """Tokens a round of a chain as deep as there are rates, the policy's own token counted: 1 + a0 + a0·a1 + …; a rate is that of a level once those before
-    it were accepted.
+def expected_accept_length(metrics: Mapping[str, float]) -> float:
+    """Tokens a round of a chain as deep as there are drafter/acceptance_s, the policy's own token counted: 1 + a0 + a0·a1 + …; a level's rate is taken for
+    that of the level once those before it were accepted.
     """
-    return 1 + sum(math.prod(acceptances[:depth]) for depth in range(1, len(acceptances) + 1))
+    levels = itertools.takewhile(metrics.__contains__, (f"drafter/acceptance_{level}" for level in itertools.count()))
+    return 1 + sum(itertools.accumulate((metrics[name] for name in levels), operator.mul))
 
 
 def acceptance(drafter: FeatureDrafter, rules: Rules, prepared: dict, policy_params: dict, batch: DraftBatch) -> dict[str, WeightedMean]:

@@ -41,13 +41,13 @@ class MeasuredChoice:
         """Something that is no dispatch of rounds was read: what is queued behind it starts now."""
         self._read = time.monotonic()
 
-    def reward(self, choice: Choice, tokens: int, rows: int, rounds: int) -> None:
-        """A dispatch was read: it committed `tokens` in `rows` active rows, and ran from when the one before it was read, or from when it was queued."""
+    def reward(self, choice: Choice, tokens: int, rows: int, rounds: int, forwards: int) -> None:
+        """A dispatch was read: it committed `tokens` in `rows` active rows with `forwards` rounds of one row, and ran from when the one before it was read, or from when it was queued."""
         now, compiled = time.monotonic(), compile_counter().count > choice.compiles
         started = max(choice.queued, self._read)
         outcome = Outcome(choice.strategy, tokens / max(rows, 1), now - started, compiled, rounds)
         self.state, self._read = record(self.settings, self.state, choice.seen, outcome), now
-        self.dispatches.append(Dispatch(started, now - started, choice.strategy, choice.seen.bucket, rows, tokens, rounds, compiled))
+        self.dispatches.append(Dispatch(started, now - started, choice.strategy, choice.seen.bucket, rows, tokens, rounds, forwards, compiled))
 
     def measured(self, costs: Mapping[tuple[int, Strategy], float]) -> None:
         """Seconds of one round by (rows, strategy)."""

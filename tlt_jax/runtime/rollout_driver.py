@@ -187,7 +187,7 @@ class RolloutDriver:
         one = np.ones(len(finish), np.int32)
         counts, forwards = (one, one) if flight.counts is None else movement.to_host(flight.counts)
         finished = []
-        emitted = rows = rounds = 0
+        emitted = rows = rounds = row_rounds = 0
         for index, row in enumerate(flight.rows):
             if row is None or row.done:
                 continue
@@ -196,7 +196,7 @@ class RolloutDriver:
             row.logprobs += np.atleast_1d(logprobs[index])[:count].tolist()
             row.sampling_logprobs += np.atleast_1d(sampling_logprobs[index])[:count].tolist()
             row.forwards += int(forwards[index])
-            emitted, rows, rounds = emitted + count, rows + 1, max(rounds, int(forwards[index]))
+            emitted, rows, rounds, row_rounds = emitted + count, rows + 1, max(rounds, int(forwards[index])), row_rounds + int(forwards[index])
             if finish[index] != FINISH_RUNNING:
                 row.done = True
                 self.rows = [None if held is row else held for held in self.rows]
@@ -206,7 +206,7 @@ class RolloutDriver:
         if flight.choice is None:
             self.choice.passed()
         elif rows:
-            self.choice.reward(flight.choice, emitted, rows, rounds)
+            self.choice.reward(flight.choice, emitted, rows, rounds, row_rounds)
         return finished
 
     def _admit(self, requests: list[Request]) -> None:

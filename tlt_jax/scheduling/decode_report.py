@@ -20,6 +20,7 @@ class Dispatch(NamedTuple):
     rows: int  # active ones
     tokens: int  # committed in all of them
     rounds: int
+    forwards: int  # rounds of every active row, added up
     compiled: bool
 
 
@@ -37,6 +38,9 @@ def report(slices: Sequence[tuple[Sequence[Dispatch], Mapping[Bucket, float]]]) 
     for dispatch in dispatches:
         shares[dispatch.strategy] += dispatch.rounds
     metrics = {f"spec/rounds_share_{strategy_name(strategy)}": count / rounds for strategy, count in shares.items()}
+    drafted = [dispatch for dispatch in dispatches if dispatch.strategy != OFF]
+    if drafted:
+        metrics["spec/accept_length_drafted"] = sum(dispatch.tokens for dispatch in drafted) / sum(dispatch.forwards for dispatch in drafted)
     plain, spent = _plain_seconds(slices)
     if spent > 0 and shares[OFF] < rounds:
         metrics["spec/speedup_vs_plain"] = plain / spent

@@ -12,6 +12,7 @@ import numpy as np
 from absl import logging
 
 from tlt_jax.distillation import aggregation
+from tlt_jax.distillation.acceptance import expected_accept_length
 from tlt_jax.distillation.draft_losses import DraftLoss
 from tlt_jax.distillation.pairs import DraftBatch
 from tlt_jax.objectives.policy_update import without_value_head
@@ -158,6 +159,7 @@ class DraftTraining:
             logging.error("drafter: %s", fault)
         self._before = None
         return trained | {
+            "drafter/expected_accept_length": expected_accept_length(trained),
             "drafter/gain": trained[ACCEPTANCE] - measured[ACCEPTANCE], "drafter/version": counts.version, "drafter/rolled_back": counts.rolled_back,
             "drafter/quanta": counts.quanta, "drafter/untrained_steps": counts.untrained_steps, "drafter/texts": len(self.texts),
             "drafter/faults": len(self._faults)

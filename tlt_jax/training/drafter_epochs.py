@@ -13,6 +13,7 @@ import numpy as np
 from etils import epath
 
 from tlt_jax.checkpoints.run_state import RunStateStore
+from tlt_jax.distillation.acceptance import expected_accept_length
 from tlt_jax.distillation.pairs import DraftBatch
 from tlt_jax.runtime.draft_driver import DraftLearner
 from tlt_jax.training.answering import Answer
@@ -148,4 +149,5 @@ class _Clock:
 def described(stats: dict[str, float]) -> str:
     """Loss and acceptance by level as people read them."""
     levels = [stats[name] for name in sorted(stats) if name.startswith("drafter/acceptance_")]
-    return f"loss {stats['drafter/loss']:.3f}, acceptance by level {', '.join(f'{value:.3f}' for value in levels)}"
+    by_level = ", ".join(f"{value:.3f}" for value in levels)
+    return f"loss {stats['drafter/loss']:.3f}, acceptance by level {by_level}, expected accept length {expected_accept_length(stats):.2f}"
