@@ -42,7 +42,10 @@ class MeasuredChoice:
         self._read = time.monotonic()
 
     def reward(self, choice: Choice, tokens: int, rows: int, rounds: int, forwards: int) -> None:
-        """A dispatch was read: it committed `tokens` in `rows` active rows with `forwards` rounds of one row, and ran from when the one before it was read, or from when it was queued."""
+        """A dispatch was read: it committed `tokens` in `rows` active rows, in `forwards` rounds of one row.
+
+        It ran from when the one before it was read, or from when it was queued.
+        """
         now, compiled = time.monotonic(), compile_counter().count > choice.compiles
         started = max(choice.queued, self._read)
         outcome = Outcome(choice.strategy, tokens / max(rows, 1), now - started, compiled, rounds)
