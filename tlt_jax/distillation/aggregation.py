@@ -44,11 +44,11 @@ def mixed(master: State, trained: Mapping[int, Trained], alpha: float) -> tuple[
     weights, states = [one.quanta / quanta for _, one in taking_part], [one.state for _, one in taking_part]
 
     def moved(old, *leaves):
-        average = _average(weights, leaves)
-        return average if alpha == 1 else np.asarray(old + alpha * (average - old), old.dtype)
+        mean = average(weights, leaves)
+        return mean if alpha == 1 else np.asarray(old + alpha * (mean - old), old.dtype)
 
     params = jax.tree.map(moved, master.params, *(state.params for state in states))
-    opt_state = jax.tree.map(lambda *leaves: _average(weights, leaves), *(state.opt_state for state in states))
+    opt_state = jax.tree.map(lambda *leaves: average(weights, leaves), *(state.opt_state for state in states))
     residuals = {
         number: jax.tree.map(lambda new, old: np.asarray((1 - alpha) * (new - old), old.dtype), one.state.params, master.params) for number, one in taking_part}
     return State(params, opt_state), residuals
@@ -68,10 +68,16 @@ def alpha_from(merged: float, best_local: float) -> float:
 def folded(residuals: Mapping[int, Any]):
     """The mean residual, None without any. Where slice ids lose their meaning (another topology), the master takes it over as a loan would."""
     trees = [residuals[number] for number in sorted(residuals)]
-    return jax.tree.map(lambda *leaves: _average([1 / len(trees)] * len(trees), leaves), *trees) if trees else None
+    return jax.tree.map(lambda *leaves: average([1 / len(trees)] * len(trees), leaves), *trees) if trees else None
 
 
-def _average(weights: Sequence[float], leaves: Sequence[np.ndarray]) -> np.ndarray:
+def shared(quanta: Sequence[int], leaves: Sequence[np.ndarray]) -> np.ndarray:
+    """One leaf of the drafter that several hosts have trained, each in so many updates: their average with w, the same bits on every host."""
+    taking_part = [(count, leaf) for count, leaf in zip(quanta, leaves, strict=True) if count]
+    return average([count / sum(quanta) for count, _ in taking_part], [leaf for _, leaf in taking_part])
+
+
+def average(weights: Sequence[float], leaves: Sequence[np.ndarray]) -> np.ndarray:
     """Σ w · leaf in the leaves' own type. It starts from the first term, not from 0, so that one leaf of weight 1 keeps even the sign of a zero."""
     total = weights[0] * leaves[0]
     for weight, leaf in zip(weights[1:], leaves[1:], strict=True):

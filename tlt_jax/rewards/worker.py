@@ -33,7 +33,7 @@ def main(descriptor: int) -> None:
     while scorer is not None:
         try:
             message = connection.recv_bytes()
-        except EOFError:
+        except (EOFError, ConnectionResetError):  # the trainer closed the pool, or is gone
             return
         signal.setitimer(signal.ITIMER_REAL, time_limit + _GRACE)  # unhandled SIGALRM ends the process
         started = time.perf_counter()

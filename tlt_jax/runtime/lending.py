@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+import jax
+
 from tlt_jax.distillation import aggregation
 from tlt_jax.distillation.aggregation import State, Trained
 from tlt_jax.distillation.pairs import DraftBatch
@@ -16,6 +18,7 @@ from tlt_jax.runtime.draft_driver import BorrowedSlice
 from tlt_jax.runtime.rollout_driver import RolloutDriver
 from tlt_jax.scheduling.slices import Commands, LoanSettings, Observation, Owner, Reading, all_rolling_out, decide
 from tlt_jax.scheduling.tail_estimate import remaining_tokens
+from tlt_jax.sharding import processes
 
 NEWEST = 0.3  # weight of the newest quantum in the mean of their seconds
 
@@ -202,6 +205,20 @@ class Lending:
         trained = {number: self.slices[number].trained() for number in self._open}
         self.report.trained += sum(one.quanta for one in (trained | self._mixture.kept).values())
         self.report.mergers += self._mixture.merge(trained, self.slices) > 1
+
+
+def brought_together(before: State, brought: Drafter, quanta: int) -> tuple[int, Drafter]:
+    """The updates that the idle slices of all processes made in a phase, and the one drafter of them, on the host of each; collective.
+
+    `before`: all had it at the start; `brought`: what the slices of this process made of it in `quanta` updates, residuals by the run's slice numbers.
+    Every process takes part with the share of its updates and nothing is kept back as a residual: the gate is the same for all.
+    """
+    everywhere = processes.exchange(quanta)
+    if not any(everywhere):
+        return 0, brought
+    state = jax.tree.map(lambda leaf: aggregation.shared(everywhere, processes.gathered(leaf)), brought.master if quanta else before)
+    residuals = {number: tree for told in processes.exchange(dict(brought.residuals)) for number, tree in told.items()}
+    return sum(everywhere), Drafter(state, residuals)
 
 
 def remaining_seconds(drivers: Sequence[RolloutDriver], earlier_lengths: Sequence[int], passed: float) -> float:

@@ -24,6 +24,12 @@ class Dispatch(NamedTuple):
     compiled: bool
 
 
+def from_the_start(slices: Sequence[Sequence[Dispatch]]) -> list[list[Dispatch]]:
+    """The dispatches of a host's slices in seconds since the first of them: the clocks of two hosts have nothing in common, their phases start together."""
+    first = min((own[0].started for own in slices if own), default=0.0)
+    return [[one._replace(started=one.started - first) for one in own] for own in slices]
+
+
 def report(slices: Sequence[tuple[Sequence[Dispatch], Mapping[Bucket, float]]]) -> dict[str, float]:
     """spec/ and perf/ metrics of a phase, from each slice's dispatches and its plain rates (tokens per second and active row by bucket).
 

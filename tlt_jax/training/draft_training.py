@@ -3,6 +3,7 @@ what it is owed. What came out is measured on answers held back, with the featur
 got worse. The policy's arrays are read only; the drafter changes no token, only how soon it comes.
 """
 
+import collections
 import dataclasses
 import zlib
 from collections.abc import Sequence
@@ -19,12 +20,12 @@ from tlt_jax.objectives.policy_update import without_value_head
 from tlt_jax.optimizers import OptimizerSettings, make_optimizer
 from tlt_jax.records import PackedBatch
 from tlt_jax.runtime.draft_driver import ACCEPTANCE, BorrowedSlice, DraftLearner, Teacher
-from tlt_jax.runtime.lending import Drafter, Lending, LendingSettings, Work
+from tlt_jax.runtime.lending import Drafter, Lending, LendingSettings, Work, brought_together
 from tlt_jax.runtime.programs import frozen_program, new_drafter
 from tlt_jax.scheduling import quotas
 from tlt_jax.scheduling.quotas import Quota
 from tlt_jax.scheduling.slices import LoanSettings
-from tlt_jax.sharding import movement
+from tlt_jax.sharding import movement, processes
 from tlt_jax.sharding.rules import batch_rows_multiple, replicated
 from tlt_jax.strategies import Completion
 from tlt_jax.training.drafting import load_params
@@ -67,11 +68,11 @@ class DraftTraining:
         self.learner.max_skips = config.optimizer.max_skips
         self.teacher, self.packing, self.counts = Teacher(mesh, drafter, None), draft_packing(session), DraftCounts()
         self.texts, self.residuals = TextBuffer(config.drafter.buffer_bytes, config.drafter.long_share), {}
-        self.held_back: list[Text] = []
-        self.lending = None
+        self.held_back, self.lending = [], None
         if len(self.drivers) > 1 and not config.drafter.freeze:  # one slice has rows until the rollout is over
             slices = [BorrowedSlice(local, drafter, draft_loss(config), optimizer, params) for local in session.meshes.slices]
             self.lending = Lending(lending_settings(config), slices)
+        self._slice_ids, self._slices = session.meshes.slice_ids, len(session.meshes.publish.devices)
         self.serve()
 
     def serve(self) -> None:
@@ -85,16 +86,18 @@ class DraftTraining:
     def start_phase(self, policies: Sequence[dict], step: int, answers: int) -> Lending | None:
         """The rollout of an RL step begins, of so many answers, with the policy's views on the slices; what lends them to the drafter, if anything does."""
         earlier, self.held_back = self.held_back, []
-        self._held, self._step, self._drawn = held_back_of(self.config, step, answers), step, 0
-        self._lengths = []
-        self._before, self._idle_quanta, self._loans, self._faults = self.learner.params, 0, None, []
+        self._held, self._step, self._drawn = held_back_of(self.config, step, answers), step, collections.Counter()
+        self._lengths = {}  # of the answers that are there, by their places
+        self._before, self._loans, self._faults = self.learner.params, None, []
+        self._brought = Drafter(self.master, {})
         if any(fingerprint(driver.drafter_params) != self._fingerprint for driver in self.drivers):
             self._faults.append("what a slice serves is not the drafter that was handed to it: something else wrote to it")
         self.counts.owed = quotas.come_due(Quota(self.config.drafter.quanta_per_step, self.counts.owed)).owed
         if self.lending is None or step <= self.config.scheduler.warmup_steps:
             return None
-        work = Work(policies, self.next_batch, one_batch(earlier, self.packing), self.counts.lengths)
-        self.lending.start(Drafter(self.master, self.residuals), work)
+        work = Work(policies, lambda: self.next_batch(1 + jax.process_index()), one_batch(earlier, self.packing), self.counts.lengths)
+        own = {local: self.residuals[number] for local, number in enumerate(self._slice_ids) if number in self.residuals}
+        self.lending.start(Drafter(self.master, own), work)
         if not self.lending.quantum_seconds:
             self.lending.prepare(one_batch([], self.packing))
         return self.lending
@@ -102,7 +105,7 @@ class DraftTraining:
     def add(self, completion: Completion) -> None:
         """An answer is finished: slices that are lent may learn from it at once, unless it is held back."""
         request = completion.request
-        self._lengths.append(len(completion.token_ids))
+        self._lengths[request.index] = len(completion.token_ids)
         text = Text(np.array([*request.prompt_ids, *completion.token_ids], np.int32), len(request.prompt_ids), self._step, request.index)
         if request.index in self._held:
             self.held_back.append(text)
@@ -110,25 +113,37 @@ class DraftTraining:
             self.texts.add(text)
 
     def end_phase(self) -> None:
-        """The rollout is over: slices come back, and what they trained goes to the train mesh."""
+        """The rollout of this process is over: its slices come back."""
         if self.lending is not None and self.lending.work is not None:
-            drafter, self._loans = self.lending.end(), self.lending.report
-            if self._loans.trained:
-                self.learner.load(drafter.master)
-                self._idle_quanta, self.residuals = self._loans.trained, dict(drafter.residuals)
-        self.held_back.sort(key=lambda text: text.index)
-        self.counts.lengths = sorted(self._lengths)
-        self.texts.end_step()
+            self._loans, brought = self.lending.report, self.lending.end()
+            self._brought = brought._replace(residuals={self._slice_ids[local]: tree for local, tree in brought.residuals.items()})
 
-    def next_batch(self) -> DraftBatch | None:
-        """The texts of a quantum, features still empty; None while there are none. They depend on the seed, the step, how many were drawn, and the texts."""
-        self._drawn += 1
-        texts = self.texts.draw((self.config.seed, self._step, self._drawn), rows_of(self.packing) * self.packing.row_length)
+    def next_batch(self, trainer: int = 0) -> DraftBatch | None:
+        """The texts of a quantum, features still empty; None while there are none.
+
+        They depend on the seed, the step, who trains on them (0: all processes together, 1 + process: its idle slices), how many it has drawn, and the texts.
+        """
+        self._drawn[trainer] += 1
+        key = (self.config.seed, self._step, trainer, self._drawn[trainer])
+        texts = self.texts.draw(key, rows_of(self.packing) * self.packing.row_length)
         return one_batch(texts, self.packing) if texts else None
 
-    def run(self, policy: dict) -> dict[str, float]:
-        """Train what is still owed, measure with the features of `policy` (on the train mesh), publish or roll back; drafter/ and scheduler/ metrics."""
+    def run(self, policy: dict, completions: Sequence[Completion]) -> dict[str, float]:
+        """Train what is still owed, measure with the features of `policy` (on the train mesh), publish or roll back; drafter/ and scheduler/ metrics.
+
+        `completions`: the step's, of all processes. Collective.
+        """
         config, counts, learner = self.config, self.counts, self.learner
+        for completion in completions:
+            if completion.request.index not in self._lengths:  # another process rolled it out
+                self.add(completion)
+        self.held_back.sort(key=lambda text: text.index)
+        counts.lengths = sorted(self._lengths.values())
+        self.texts.end_step()
+        self._idle_quanta, drafter = brought_together(self.master, self._brought, 0 if self._loans is None else self._loans.trained)
+        if self._idle_quanta:
+            learner.load(drafter.master)
+            self.residuals = dict(drafter.residuals)
         self.teacher.params = without_value_head(policy)
         learner.frozen = self._freeze(self.teacher.params, learner.ids)
         quota = quotas.repaid(Quota(config.drafter.quanta_per_step, counts.owed), self._idle_quanta)
@@ -151,6 +166,8 @@ class DraftTraining:
             old = self._fingerprint
             self.serve()
             counts.version += 1
+            if len(set(processes.exchange(self._fingerprint))) > 1:
+                self._faults.append("the processes serve different drafters")
             if self._fingerprint == old:
                 self._faults.append(f"{quanta} updates changed nothing: look at distill.lr")
         if counts.untrained_steps >= config.drafter.alarm_after and not config.drafter.freeze:
@@ -181,7 +198,7 @@ class DraftTraining:
         self.texts.restore(movement.to_host(arrays[TEXTS]), state["texts"])
         self.residuals = {int(number): tree for number, tree in movement.to_host(arrays[RESIDUALS]).items()}
         self.serve()
-        if max(self.residuals, default=0) >= len(self.drivers):  # other slices than then: what each kept goes into what all start from
+        if max(self.residuals, default=0) >= self._slices:  # other slices than then: what each kept goes into what all start from
             start = aggregation.start_of_loan(self.master.params, aggregation.folded(self.residuals))
             self.residuals = {}
             self.learner.load(self.master._replace(params=start))

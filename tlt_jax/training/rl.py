@@ -4,6 +4,7 @@ GRPO (group-relative, no critic) and PPO (GAE with a critic of its own or on the
 programs in `runtime/`; here they are put in order.
 """
 
+import collections
 import dataclasses
 import functools
 
@@ -18,6 +19,7 @@ from tlt_jax.runtime import policy_driver
 from tlt_jax.runtime.policy_driver import Learner
 from tlt_jax.runtime.programs import LearnerPrograms, compile_counter, score_program
 from tlt_jax.scheduling.batching import power_bucket
+from tlt_jax.sharding import processes
 from tlt_jax.tasks.prompts import PromptOrder
 from tlt_jax.training import build, rl_metrics
 from tlt_jax.training.draft_training import DraftTraining
@@ -87,7 +89,7 @@ def _kl_in_reward(config) -> bool:
 def run_step(session: Session, trainer: Trainer, step: int) -> dict[str, float]:
     """One RL step; its metrics."""
     config, timing, compiles = session.config, rl_metrics.Stopwatch(), (compile_counter().count, compile_counter().seconds)
-    verdicts = dict(session.pool.counts)
+    verdicts = collections.Counter(session.pool.counts)
     prompts = [session.task.prompts()[index] for index in trainer.order.draw(config.batch.prompts_per_step)]
     with timing.of("publish"):
         views = session.publish(trainer.policy.params)
@@ -101,19 +103,20 @@ def run_step(session: Session, trainer: Trainer, step: int) -> dict[str, float]:
     trajectories = [_trajectory(completion) for completion in scorer.completions]
     packing = session.packing
     with timing.of("score"):
-        session.reporter.phase("scoring")
+        session.phase("scoring")
         _score(session, trainer, trajectories, packing)
     sequence_advantages = _set_advantages(config, trainer, scorer, trajectories)
     with timing.of("update"):
-        session.reporter.phase("update")
+        session.phase("update")
         stats = _update(config, trainer, trajectories, packing, step)
     distilled = {}
     if trainer.draft is not None:
         with timing.of("distill"):
-            session.reporter.phase("distilling")
-            distilled = trainer.draft.run(trainer.policy.params)
+            session.phase("distilling")
+            distilled = trainer.draft.run(trainer.policy.params, scorer.completions)
     session.reporter.record_samples(step, samples_of(session, scorer, sequence_advantages))
-    metrics = rl_metrics.of_rollout(scorer, timing) | decoding | rl_metrics.of_updates(stats) | rl_metrics.of_pool(session.pool, verdicts)
+    faults = rl_metrics.of_pool(processes.exchange(collections.Counter(session.pool.counts) - verdicts))
+    metrics = rl_metrics.of_rollout(scorer, timing) | decoding | rl_metrics.of_updates(stats) | faults
     metrics |= _reward_kl(config, trajectories) | distilled
     metrics |= {"perf/compiles": compile_counter().count - compiles[0], "perf/compile_seconds": compile_counter().seconds - compiles[1]}
     return metrics | {"policy/lr": _policy_lr(config, trainer), "data/epoch": trainer.order.epoch}

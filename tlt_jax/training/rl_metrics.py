@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from tlt_jax.rewards.pool import RewardPool
 from tlt_jax.runtime.lending import LoanReport
 from tlt_jax.scheduling import timeline
 from tlt_jax.scheduling.decode_report import Dispatch
@@ -81,9 +80,9 @@ def of_updates(stats: list[dict[str, float]]) -> dict[str, float]:
     return metrics
 
 
-def of_pool(pool: RewardPool, before: Mapping[str, int]) -> dict[str, float]:
-    """Errors and time-outs of the reward since its counts were `before`."""
-    errors, timeouts = (pool.counts[name] - before.get(name, 0) for name in ("errors", "timeouts"))
+def of_pool(counts: Sequence[Mapping[str, int]]) -> dict[str, float]:
+    """Errors and time-outs of the rewards of a step, from what the pools of all processes counted in it."""
+    errors, timeouts = (sum(one.get(name, 0) for one in counts) for name in ("errors", "timeouts"))
     return {"reward/errors": errors - timeouts, "reward/timeouts": timeouts}
 
 

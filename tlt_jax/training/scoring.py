@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from tlt_jax.rewards.items import RewardError, RewardItem, Scored
 from tlt_jax.rewards.pool import RewardPool
+from tlt_jax.sharding import processes
 from tlt_jax.strategies import Completion
 from tlt_jax.tasks.prompts import Prompt
 from tlt_jax.tasks.tokenizer import Tokenizer
@@ -46,8 +47,11 @@ class StepScorer:
         self._place(self.pool.poll())
 
     def finish(self, timeout: float = math.inf) -> None:
-        """Wait for every score (each has its own time limit in the pool)."""
+        """Wait for every score (each has its own time limit in the pool), and take over what other processes rolled out and scored; collective."""
         self._place(self.pool.drain(min(timeout, 1e9)))
+        own = [entry for entry in enumerate(zip(self.completions, self.scores, strict=True)) if entry[1][0] is not None]
+        for index, (completion, score) in (entry for told in processes.exchange(own) for entry in told):
+            self.completions[index], self.scores[index] = completion, score
         missing = sum(score is None for score in self.scores)
         if missing:
             raise TimeoutError(f"{missing} of {len(self.scores)} rewards of step {self.step} did not arrive; see reward.timeout_seconds")

@@ -5,13 +5,17 @@ import functools
 from collections.abc import Sequence
 from typing import Protocol
 
+import jax
+
 from tlt_jax.objectives.policy_update import without_value_head
 from tlt_jax.rewards.pool import RewardPool
 from tlt_jax.runtime.lending import Lending
 from tlt_jax.runtime.policy_driver import Publisher
 from tlt_jax.runtime.rollout_driver import RolloutDriver
+from tlt_jax.runtime.watchdog import Watchdog
 from tlt_jax.scheduling import decode_report
 from tlt_jax.scheduling.strategy_selector import SelectorState
+from tlt_jax.sharding import processes
 from tlt_jax.sharding.meshes import Meshes
 from tlt_jax.sharding.rules import batch_rows_multiple
 from tlt_jax.strategies import Completion
@@ -50,8 +54,14 @@ class Session:
     drivers: list[RolloutDriver]
     pool: RewardPool
     reporter: Reporter
+    watchdog: Watchdog = dataclasses.field(default_factory=Watchdog.asleep)
     publisher: Publisher | None = None
     published: int = 0  # versions of the policy that were published before this process
+
+    def phase(self, name: str, **numbers: int) -> None:
+        """What is being done now, to the display and to the watchdog."""
+        self.reporter.phase(name, **numbers)
+        self.watchdog.hear(name)
 
     def publish(self, params) -> list:
         """The policy's weights to every slice under a new version; a value head on its trunk stays where it is."""
@@ -78,7 +88,10 @@ class Session:
         return longest_prompt([*self.task.prompts(), *(self.held_out.prompts() if self.held_out is not None else ())])
 
     def generate(self, views: list, prompts: list[Prompt], phase: Phase, learner: PhaseLearner | None = None) -> StepScorer:
-        """Roll out `phase.generations` completions of every prompt on the published `views` and score them on the way; `learner` reads along."""
+        """Roll out `phase.generations` completions of every prompt on the published `views` and score them on the way; `learner` reads along.
+
+        Of several processes each takes the prompts in turn; what the others rolled out is there when the scorer has finished.
+        """
         scorer = StepScorer(self.pool, self.model.tokenizer, prompts, phase.generations, phase.step)
         lending = None if learner is None else learner.start_phase(views, phase.step, len(prompts) * phase.generations)
         engine = Engine(self.config, self.model, self.drivers, self.longest_prompt, lending)
@@ -91,22 +104,27 @@ class Session:
         def show() -> None:
             scorer.poll()
             done = sum(completion is not None for completion in scorer.completions)
-            self.reporter.phase(phase.name, rows_active=engine.active, finished=done, of=len(scorer.completions))
+            self.phase(phase.name, rows_active=engine.active, finished=done, of=len(scorer.completions) - len(others))
 
-        engine.run(Weights(views, self.publisher.version), prompts, phase, finish, show)
+        count, own = jax.process_count(), jax.process_index()
+        others = frozenset(index for index in range(len(scorer.completions)) if index // phase.generations % count != own)
+        engine.run(Weights(views, self.publisher.version), prompts, phase, finish, show, others)
         if learner is not None:
             learner.end_phase()
         return scorer
 
     def decode_report(self) -> dict[str, float]:
-        """Speed metrics of the latest rollout phase."""
-        return decode_report.report([(driver.choice.dispatches, driver.choice.plain_rates()) for driver in self.drivers])
+        """Speed metrics of the latest rollout phase, over the slices of all processes; collective."""
+        dispatches = decode_report.from_the_start([driver.choice.dispatches for driver in self.drivers])
+        own = [(some, driver.choice.plain_rates()) for some, driver in zip(dispatches, self.drivers, strict=True)]
+        return decode_report.report([one for told in processes.exchange(own) for one in told])
 
     def selector_states(self) -> list[dict]:
-        """What every slice has learned about its strategies, as plain values."""
-        return [driver.choice.state.to_json() for driver in self.drivers]
+        """What every slice of the run has learned about its strategies, as plain values; collective."""
+        return [state for told in processes.exchange([driver.choice.state.to_json() for driver in self.drivers]) for state in told]
 
     def restore_selectors(self, states: list[dict]) -> None:
         """The inverse; with another number of slices as many as there are go on from a state."""
-        for driver, state in zip(self.drivers, states, strict=False):
-            driver.choice.state = SelectorState.from_json(state)
+        for number, driver in zip(self.meshes.slice_ids, self.drivers, strict=True):
+            if number < len(states):
+                driver.choice.state = SelectorState.from_json(states[number])

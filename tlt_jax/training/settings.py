@@ -70,6 +70,8 @@ def _declarations() -> dict:
         "seed": (0, "seed of everything random: weights, prompt order, sampling noise", (0, 2**32 - 1)),
         "compile_cache": (
             "auto", "directory of compiled programs, kept between runs: auto = in ~/.cache/tlt_jax, '' = none; JAX_COMPILATION_CACHE_DIR goes first"),
+        "watchdog_minutes": (
+            30.0, "several processes: one that has not got on for so long ends with exit code 75, so that the job can be started again; 0 = never", FROM_0),
         "model": _model(),
         "data": _data(),
         "reward": _reward(),

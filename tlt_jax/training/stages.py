@@ -16,6 +16,8 @@ from tlt_jax.checkpoints.tensor_layout import nest
 from tlt_jax.rewards.pool import RewardPool
 from tlt_jax.runtime.policy_driver import Learner
 from tlt_jax.runtime.programs import compile_counter
+from tlt_jax.runtime.watchdog import Watchdog
+from tlt_jax.sharding import processes
 from tlt_jax.sharding.rules import batch_rows_multiple, replicated
 from tlt_jax.tasks.prompts import PromptOrder, Task
 from tlt_jax.training import build, rl, sft
@@ -98,14 +100,17 @@ def run(config: Config, workdir: str) -> None:
         _say_finished(reporter, workdir, step, resumed)
         store.close()
         return
-    with RewardPool(build.pool_settings(config), build.make_scorer(config, task)) as pool, PreemptionSignal() as signal:
+    several = jax.process_count() > 1
+    watchdog = Watchdog(60 * config.watchdog_minutes, f"process {jax.process_index()} of {jax.process_count()}") if several else Watchdog.asleep()
+    with RewardPool(build.pool_settings(config), build.make_scorer(config, task)) as pool, PreemptionSignal() as signal, watchdog:
         drivers = build.make_drivers(config, model.spec, meshes, compile_ahead="rl" in config.stages.order)
-        session = Session(config, workdir, model, task, held_out, meshes, drivers, pool, reporter)
+        session = Session(config, workdir, model, task, held_out, meshes, drivers, pool, reporter, watchdog)
         try:
             _say_start(session, lines, step, resumed)
             if config.reward.kind == "user":
                 reporter.say(check_reward(pool, task.prompts()[0]))
-            _run_stages(Run(session, store, signal, resumed), step)
+            with processes.LeaveAtOnce(Preempted):
+                _run_stages(Run(session, store, signal, resumed), step)
         finally:
             reporter.close()
             store.close()
@@ -229,6 +234,7 @@ def _run_sft(whole: Run, checkpoint: int | None) -> None:
     session.reporter.start_stage("sft", steps)
 
     def on_step(number: int, metrics: dict) -> None:
+        session.watchdog.hear(f"supervised step {number}")
         session.reporter.record(number, metrics)
         _save_if_due(whole, stage, number, metrics)
 
