@@ -106,3 +106,30 @@ def test_a_round_takes_the_longer_of_reading_the_weights_and_multiplying_them():
     machine, weights = roofline.Machine(bytes_per_second=1e9, flops_per_second=1e12), (4_000_000, 1_000_000)
     assert roofline.least_seconds(machine, weights, 1) == 4e-3
     assert roofline.least_seconds(machine, weights, 10_000) == pytest.approx(2e-2)
+
+
+def run_directory(tmp_path, name, values):
+    """A work directory whose RL steps from 1 on have these values of a metric."""
+    (tmp_path / name).mkdir()
+    records = [{"stage": "sft", "step": 1, "spec/accept_length_drafted": 9.0}] + [
+        {"stage": "rl", "step": step, "spec/accept_length_drafted": value} for step, value in enumerate(values, start=1)]
+    (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(tmp_path / name)
+
+
+def test_runs_are_compared_by_how_they_began_and_ended_and_drawn(tmp_path, capsys):
+    runs = run_directory(tmp_path, "adapted", [1, 1, 2, 2, 2, 2, 3, 4]), run_directory(tmp_path, "frozen", [1.0])
+    picture = tmp_path / "both.png"
+    assert bench.main(["compare", f"--runs={','.join(runs)}", "--metrics=spec/accept_length_drafted", f"--output={picture}"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[-3:] for line in lines[1:]] == [["8", "1.000", "3.500"], ["1", "1.000", "1.000"]]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [((), "compare needs --runs"), (("--runs=nowhere",), "nowhere/metrics.jsonl: there is no such file"), (("--metrics=spec/nothing",), "has spec/nothing")])
+def test_a_comparison_without_runs_or_numbers_says_what_is_missing(flags, message, tmp_path, capsys):
+    runs = () if not flags or "--runs" in flags[0] else (f"--runs={run_directory(tmp_path, 'one', [1.0])}",)
+    assert bench.main(["compare", *runs, *flags]) == 2
+    assert message in capsys.readouterr().err

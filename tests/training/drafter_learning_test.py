@@ -1,5 +1,7 @@
 """A drafter that learns during RL: it changes no token, no reward and no parameter of the policy, it gets better, and a resumed run is the straight one."""
 
+import re
+
 import pytest
 
 from tests.training.resume_test import Place
@@ -7,6 +9,7 @@ from tlt_jax import export
 from tlt_jax.checkpoints.drafter_files import load_drafter
 from tlt_jax.checkpoints.run_model import load_run_drafter, read_run_model
 from tlt_jax.checkpoints.tensor_layout import flatten
+from tlt_jax.training.draft_training import fingerprint
 
 OPTIONS = (
     "stages.order=rl", "stages.rl.steps=4", "speculative.method=eagle", "speculative.strategies=2_1_2", "distill.tokens_per_update=128", "distill.lr=0.01",
@@ -16,18 +19,43 @@ LEARNING = (*OPTIONS, "drafter.quanta_per_step=4")
 
 SLICED = ("mesh.train.fsdp=1", "mesh.train.data=-1", "mesh.rollout_slices=4", "batch.tokens_per_microbatch=512", "distill.tokens_per_update=256")
 
+# Before the runs of one process: a job may be stopped by SIGTERM while its nth quantum runs, mergers keep half back as residuals, and every phase says with
+# which residuals it starts.
+IN_A_QUANTUM = '''
+import os, signal
+from tlt_jax.distillation import aggregation
+from tlt_jax.runtime.draft_driver import BorrowedSlice
+from tlt_jax.training.draft_training import DraftTraining, fingerprint
+
+begin, start_phase, begun = BorrowedSlice.begin, DraftTraining.start_phase, []
+def stopping_begin(self, batch):
+    begin(self, batch)
+    begun.append(self)
+    if stop == ["quantum", len(begun)]:
+        assert self.in_quantum
+        os.kill(os.getpid(), signal.SIGTERM)
+def telling_start(self, policies, step, answers):
+    print("RESIDUALS", step, *sorted(f"{number}:{fingerprint(tree)}" for number, tree in self.residuals.items()), flush=True)
+    return start_phase(self, policies, step, answers)
+BorrowedSlice.begin, DraftTraining.start_phase, aggregation.alpha_from = stopping_begin, telling_start, lambda merged, best: 0.5
+'''
+
 
 @pytest.fixture(scope="module")
 def sliced(tmp_path_factory, request):
-    """The run on 8 devices and 4 slices, with a drafter that learns on idle slices only, is frozen, or is only used; with --full one stopped and continued."""
+    """The run on 8 devices and 4 slices, with a drafter that learns on idle slices only, is frozen, or is only used; with --full stopped and continued, too,
+    and on one and on two slices."""
     place = Place(tmp_path_factory.mktemp("sliced"))
     place.environment["XLA_FLAGS"] += " --xla_force_host_platform_device_count=8"
+    (place.folder / "driver.py").write_text(IN_A_QUANTUM + (place.folder / "driver.py").read_text())
     idle = ("drafter.quanta_per_step=4", "drafter.train_when=idle", "drafter.sync_every=1")
     parts = place.arguments("parts", *OPTIONS, *SLICED, *idle)
     place.full = request.config.getoption("full")
     place.said = place.jobs(
         (place.arguments("idle", *OPTIONS, *SLICED, *idle), None), (place.arguments("frozen", *OPTIONS, *SLICED, *idle, "drafter.freeze=true"), None),
-        (place.arguments("used", *OPTIONS, *SLICED), None), *([(parts, ["rl", 2]), (parts, None)] if place.full else []))
+        (place.arguments("used", *OPTIONS, *SLICED), None),
+        *([(parts, ["quantum", 5]), (parts, None), *((place.arguments(f"slices{count}", *OPTIONS, *SLICED, *idle, f"mesh.rollout_slices={count}"), None)
+                                                     for count in (1, 2))] if place.full else []))
     return place
 
 
@@ -100,13 +128,13 @@ def test_the_drafter_of_a_run_is_exported_as_it_drafted(runs, tmp_path):
 
 
 def test_on_four_slices_training_on_idle_ones_changes_no_token_no_reward_and_no_parameter_of_the_policy(sliced):
-    assert [code for code, *_ in sliced.said] == ["0", "0", "0", *(["143", "0"] if sliced.full else [])]
+    assert [code for code, *_ in sliced.said] == ["0", "0", "0", *(["143", *["0"] * 3] if sliced.full else [])]
     policies = {}
-    for workdir in ("idle", "frozen", "used", *(["parts"] if sliced.full else [])):
+    for workdir in ("idle", "frozen", "used", *(["parts", "slices1", "slices2"] if sliced.full else [])):
         arrays, _ = sliced.checkpoint(workdir)
         policies[workdir] = {name: array.tobytes() for name, array in arrays.items() if name.startswith("policy")}
         assert sliced.records(workdir, "samples") == sliced.records("idle", "samples")
-    assert policies["idle"] == policies["frozen"] == policies["used"] == policies.get("parts", policies["used"]) != {}
+    assert all(policy == policies["idle"] != {} for policy in policies.values())
 
 
 def test_what_idle_slices_train_is_counted_once(sliced):
@@ -116,10 +144,17 @@ def test_what_idle_slices_train_is_counted_once(sliced):
     assert records[-1]["drafter/quanta"] == sum(trained) and all(record["drafter/faults"] == 0 for record in records)
 
 
-def test_a_resumed_run_goes_on_with_the_texts_and_counts_of_its_checkpoint(sliced):
+def test_a_run_stopped_within_a_quantum_goes_on_with_the_texts_counts_and_residuals_of_its_checkpoint(sliced):
     if not sliced.full:
         pytest.skip("takes two more runs on four slices: --full")
-    at_stop, at_end = (sliced.checkpoint("parts", step)[1]["drafter"] for step in (2, 4))
-    steps = {text[2] for text in at_stop["texts"]["texts"]}
-    assert steps == {1, 2} and {text[2] for text in at_end["texts"]["texts"]} == {1, 2, 3, 4}
-    assert at_end["quanta"] >= at_stop["quanta"]
+    first = int(re.findall(r"RESIDUALS (\d+)", sliced.said[4][1])[0])
+    arrays, host = sliced.checkpoint("parts", first - 1)
+    at_end = sliced.checkpoint("parts", 4)[1]["drafter"]
+    assert 1 < first <= 4 and {text[2] for text in host["drafter"]["texts"]["texts"]} == set(range(1, first))
+    assert {text[2] for text in at_end["texts"]["texts"]} == {1, 2, 3, 4} and at_end["quanta"] >= host["drafter"]["quanta"] >= 5
+    saved = {}
+    for path, array in arrays.items():
+        if path.startswith("drafter_residuals["):
+            saved.setdefault(re.search(r"\['(\d+)'\]", path)[1], []).append(array)
+    told = re.findall(rf"RESIDUALS {first}(.*)", sliced.said[4][1])[0].split()
+    assert told == sorted(f"{number}:{fingerprint(leaves)}" for number, leaves in saved.items()) != []

@@ -19,7 +19,7 @@ _PANELS = (
 
 def draw_curves(records: Sequence[dict], path: epath.Path) -> None:
     """Reward, length, entropy and accuracy against the RL step; a stage without these metrics is left out, and no record at all draws nothing."""
-    panels = [(title, [(name, *series(records, name)) for name in names]) for title, names in _PANELS]
+    panels = [(title, [(name, *points(records, name)) for name in names]) for title, names in _PANELS]
     if not any(steps for _, series in panels for _, steps, _ in series):
         return
     figure = Figure(figsize=(10, 6), layout="constrained")
@@ -40,7 +40,7 @@ def write_png(figure: Figure, path: epath.Path) -> None:
     path.write_bytes(image.getvalue())
 
 
-def series(records: Sequence[dict], name: str) -> tuple[list[int], list[float]]:
+def points(records: Sequence[dict], name: str) -> tuple[list[int], list[float]]:
     """(RL steps, values) of the records that have a metric."""
-    points = [(record["step"], record[name]) for record in records if record["stage"] == "rl" and record.get(name) is not None]
-    return [step for step, _ in points], [value for _, value in points]
+    found = [(record["step"], record[name]) for record in records if record["stage"] == "rl" and record.get(name) is not None]
+    return [step for step, _ in found], [value for _, value in found]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from etils import epath
 from matplotlib.figure import Figure
 
-from tlt_jax.training.curves import series, write_png
+from tlt_jax.training.curves import points, write_png
 from tlt_jax.training.json_lines import JsonLines
 
 PART = 4  # begin and end are means over a quarter of the steps each
@@ -34,7 +34,7 @@ def table(runs: dict[str, list[dict]], metrics: Sequence[str]) -> str:
     """For each metric and run: RL steps that have it, and its mean over their first and their last quarter. Raises ValueError for one that no run has."""
     lines = [f"{'metric':<34} {'run':<34} {'steps':>5} {'begin':>9} {'end':>9}"]
     for name in metrics:
-        found = {run: series(records, name)[1] for run, records in runs.items()}
+        found = {run: points(records, name)[1] for run, records in runs.items()}
         if not any(found.values()):
             raise ValueError(f"--metrics: no RL step of any run has {name}; docs/metrics.md lists them")
         for run, values in found.items():
@@ -49,7 +49,7 @@ def draw(runs: dict[str, list[dict]], metrics: Sequence[str], path: epath.Path) 
     figure = Figure(figsize=(5 * len(metrics), 4), layout="constrained")
     for axes, name in zip(figure.subplots(1, len(metrics), squeeze=False)[0], metrics, strict=True):
         for run, records in runs.items():
-            axes.plot(*series(records, name), marker=".", label=run)
+            axes.plot(*points(records, name), marker=".", label=run)
         axes.set(title=name, xlabel="RL step")
         axes.grid(alpha=0.3)
     axes.legend()

@@ -1,29 +1,25 @@
-"""Two processes of two devices each train one policy and one drafter: as one process would, and when one of them is killed or hangs."""
+"""Two processes of two devices each train one policy and one drafter: as one process would, also when one of them is killed."""
 
 import signal
 import socket
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from tests.training.resume_test import REWARD, Place
 
-# Process 1 is told at which RL step its reward kills the trainer, or lets it wait.
+# The last process is told at which RL step its reward kills the trainer.
 HARM = '''
-import time
-
 def harm(step):
     if os.environ.get("KILL_IN_STEP") == str(step):
         os.kill(os.getppid(), signal.SIGKILL)
-    if os.environ.get("WAIT_IN_STEP") == str(step):
-        time.sleep(1000)
 '''
 OPTIONS = (
     "stages.order=rl", "stages.rl.steps=4", "mesh.train.fsdp=1", "mesh.train.data=-1", "mesh.rollout_slices=4", "batch.tokens_per_microbatch=256",
     "speculative.method=eagle", "speculative.strategies=2_1_2", "distill.tokens_per_update=128", "distill.lr=0.01", "distill.unroll=2",
-    "drafter.quanta_per_step=4", "drafter.sync_every=1", "algorithm.beta=0.1", "reward.timeout_seconds=2000")
-LIMIT = 90  # seconds after which the other process has to be gone
+    "drafter.quanta_per_step=4", "drafter.sync_every=1", "algorithm.beta=0.1")
 
 
 @pytest.fixture(scope="module")
@@ -56,22 +52,30 @@ def train(place, workdir, *options, processes, devices, harm=None):
 
 @pytest.fixture(scope="module")
 def runs(place):
+    """One process on four devices; two of two devices each, one of which is killed in RL step 3, and both started again."""
     alone = train(place, "alone", processes=1, devices=4)
-    together = train(place, "together", processes=2, devices=2)
-    return alone + together
+    killed = train(place, "together", processes=2, devices=2, harm=("KILL_IN_STEP", "3"))
+    return {"alone": alone, "killed": killed, "together": train(place, "together", processes=2, devices=2)}
 
 
-def test_both_processes_end_as_one_does(runs):
-    assert [code for code, *_ in runs] == [0, 0, 0], [errors[-3000:] for _, _, errors in runs]
-
-
-def test_two_processes_sample_what_one_does(place, runs):
-    assert place.records("together", "samples") == place.records("alone", "samples")
-
-
-def test_a_killed_process_ends_the_other_one_with_a_reason_and_both_go_on_from_the_newest_checkpoint(place, runs):
-    (code, _, errors), (killed, *_) = train(place, "killed", processes=2, devices=2, harm=("KILL_IN_STEP", "3"))
+def test_a_killed_process_ends_the_other_one_with_a_reason_and_both_go_on(runs):
+    (code, _, errors), (killed, *_) = runs["killed"]
     assert killed == -signal.SIGKILL
-    assert code == 75 and "start all processes again with the same command" in errors, (code, errors[-3000:])
-    assert [code for code, *_ in train(place, "killed", processes=2, devices=2)] == [0, 0]
-    assert place.records("killed", "samples") == place.records("together", "samples")
+    assert code == 75 and "process 0 of 2 lost the others" in errors and "start all processes again with the same command" in errors, (code, errors[-3000:])
+    ends = [*runs["alone"], *runs["together"]]
+    assert [code for code, *_ in ends] == [0, 0, 0], [errors[-3000:] for _, _, errors in ends]
+    assert "continuing from checkpoint 2" in runs["together"][0][1]
+
+
+def test_two_processes_sample_what_one_does_and_learn_the_same(place, runs):
+    assert place.records("together", "samples") == place.records("alone", "samples")
+    (alone, _), (together, _) = place.checkpoint("alone"), place.checkpoint("together")
+    for name in (name for name in alone if name.startswith("policy[")):
+        np.testing.assert_allclose(together[name], alone[name], atol=1e-5)
+
+
+def test_both_processes_serve_one_drafter_that_all_their_slices_have_trained(place, runs):
+    records = [record for record in place.records("together") if "drafter/quanta" in record]
+    assert [record["drafter/faults"] for record in records] == [0] * 4 and records[-1]["drafter/quanta"] >= 16
+    assert records[-1]["drafter/texts"] == 4 * 7  # of the 8 answers of a step one is held back, whoever wrote it
+    assert "drafter:" not in "".join(errors for _, _, errors in runs["together"])
