@@ -6,7 +6,6 @@ python -m tlt_jax.bench rollout --model=FILE.gguf --rows=1,4,16,64 --config.data
 import sys
 
 from absl import logging
-from etils import epath
 
 from tlt_jax.training.command_line import load_config
 
@@ -57,8 +56,6 @@ def main(argv: list[str]) -> int:
         if args.drafter:
             drafting.use_files(config, args.drafter)
         if args.what == "replay":
-            if not args.table:
-                raise ValueError("replay needs --table=FILE.json, which bench rollout --output wrote")
             print(benchmark.replay_selector(config, benchmark.read(args.table)))
             return 0
         plan = benchmark.Plan(rows, args.new_tokens, args.repeats)
@@ -71,11 +68,7 @@ def main(argv: list[str]) -> int:
             records = verify_benchmark.verify(config, plan, verify_benchmark.Rules(config.rollout.temperature, args.candidates))
             print(verify_benchmark.table(records, args.candidates))
         if args.output:
-            benchmark.write(args.output, records)
-            if args.what == "rollout":
-                picture = epath.Path(args.output).with_suffix(".png")
-                benchmark.draw(picture, records)
-                print(f"records in {args.output}, drawn in {picture}", file=sys.stderr)
+            print(benchmark.write(args.output, records, drawn=args.what == "rollout"), file=sys.stderr)
     except (OSError, ValueError) as error:
         print(f"python -m tlt_jax.bench: error: {error}", file=sys.stderr)
         return 2

@@ -213,9 +213,14 @@ def table(records: Sequence[dict], *, header: bool) -> str:
     return "\n".join(lines)
 
 
-def write(path: str, records: Sequence[dict]) -> None:
-    """The records as JSON."""
+def write(path: str, records: Sequence[dict], *, drawn: bool) -> str:
+    """The records as JSON, and drawn beside them where that is wanted; says where they are."""
     epath.Path(path).write_text(json.dumps(list(records), indent=2) + "\n")
+    if not drawn:
+        return f"records in {path}"
+    picture = epath.Path(path).with_suffix(".png")
+    draw(picture, records)
+    return f"records in {path}, drawn in {picture}"
 
 
 def draw(path: epath.Path, records: Sequence[dict]) -> None:
@@ -234,6 +239,8 @@ def draw(path: epath.Path, records: Sequence[dict]) -> None:
     write_png(figure, path)
 
 
-def read(path: str) -> list[dict]:
-    """Records that `write` wrote."""
+def read(path: str | None) -> list[dict]:
+    """Records that `write` wrote. Raises ValueError without a path."""
+    if not path:
+        raise ValueError("replay needs --table=FILE.json, which bench rollout --output wrote")
     return json.loads(epath.Path(path).read_text())
