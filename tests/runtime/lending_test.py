@@ -13,6 +13,7 @@ from tlt_jax.distillation.aggregation import State, Trained
 from tlt_jax.runtime import event_loop
 from tlt_jax.runtime.lending import Drafter, Lending, LendingSettings, Work
 from tlt_jax.scheduling.slices import LoanSettings
+from tlt_jax.scheduling.timeline import Span
 from tlt_jax.strategies import Request
 
 ROUND, ROUNDS, QUANTUM, SLOTS = 0.01, 16, 0.2, 8
@@ -128,11 +129,26 @@ def long_tail(seed: int, count: int = 64, limit: int = 4096) -> list[int]:
 def test_lendable_time_is_spent_distilling_and_the_step_hardly_grows(monkeypatch, seed):
     plain, *_ = phase(monkeypatch, long_tail(seed), lend=False)
     seconds, lending, _ = phase(monkeypatch, long_tail(seed))
-    lent = sum(span.end - span.start for span in lending.report.loans)
-    distilled = sum(span.end - span.start for span in lending.report.quanta)
-    assert lending.report.loans and distilled >= 0.8 * lent
+    report = lending.report
+    assert report.loans and sum(span.end - span.start for span in report.spans) >= 0.8 * report.lent_seconds
     assert seconds <= 1.03 * plain
-    assert lending.report.recall_seconds <= QUANTUM + 1e-9
+    assert report.recall_seconds <= QUANTUM + 1e-9
+
+
+def test_the_time_that_loans_take_before_the_first_row_and_after_the_last_one_is_told():
+    clock = Clock()
+    drivers = [Driver(clock), Driver(clock)]
+    lending = Lending(SETTINGS, [Slice(clock, driver) for driver in drivers], clock)
+    lending.start(Drafter(State({"x": np.float32(0)}, {}), {}), Work([{}] * 2, object, None, []))
+    lending.prepare(object())
+    both = 2 * QUANTUM  # the first one compiles
+    assert lending.report.spans == [Span(0, "compile", 0, both), Span(1, "compile", both, 2 * both)]
+    assert lending.report.added_seconds == 2 * both and lending.report.trained == 0
+    drivers[0].rows[0] = Row(Request(prompt=0, sample=0, draw=0, index=0, prompt_ids=(1,), max_new_tokens=8, seed=0, step=1), [])
+    lending.turn(drivers, 0)
+    clock.now += QUANTUM / 4
+    lending.end()
+    assert lending.report.trained == 1 and lending.report.added_seconds == pytest.approx(2 * both + QUANTUM * 3 / 4)
 
 
 def test_without_texts_or_with_one_slice_nothing_is_trained_and_the_phase_takes_as_long(monkeypatch):
@@ -147,8 +163,8 @@ def test_without_texts_or_with_one_slice_nothing_is_trained_and_the_phase_takes_
 def test_mergers_bring_every_quantum_into_the_master_by_its_share(monkeypatch):
     _, lending, drafter = phase(monkeypatch, [16] * 24 + [3000])
     report = lending.report
-    assert report.trained == len(report.quanta) and report.mergers > 3
-    by_slice = collections.Counter(span.slice for span in report.quanta)
+    assert report.trained == len(report.spans) and report.mergers > 3
+    by_slice = collections.Counter(span.slice for span in report.spans)
     assert len(by_slice) == 3 and max(by_slice.values()) - min(by_slice.values()) <= 1
     # Three slices that train side by side move the master as far as one of them.
     assert drafter.master.params["x"] == pytest.approx(report.trained / 3, rel=0.02) and not drafter.residuals
@@ -156,7 +172,7 @@ def test_mergers_bring_every_quantum_into_the_master_by_its_share(monkeypatch):
 
 def test_a_slice_alone_is_not_copied_to_the_host_until_its_loan_ends(monkeypatch):
     _, lending, drafter = phase(monkeypatch, [16] * 8 + [3000], slices=2)
-    assert lending.report.mergers == 0 and drafter.master.params["x"] == lending.report.trained == len(lending.report.quanta)
+    assert lending.report.mergers == 0 and drafter.master.params["x"] == lending.report.trained == len(lending.report.spans)
 
 
 def test_a_merged_drafter_that_is_worse_than_the_best_slices_is_mixed_in_by_a_share_and_the_rest_stays_with_the_slices(monkeypatch):

@@ -48,7 +48,7 @@ def sliced(tmp_path_factory, request):
     place = Place(tmp_path_factory.mktemp("sliced"))
     place.environment["XLA_FLAGS"] += " --xla_force_host_platform_device_count=8"
     (place.folder / "driver.py").write_text(IN_A_QUANTUM + (place.folder / "driver.py").read_text())
-    idle = ("drafter.quanta_per_step=4", "drafter.train_when=idle", "drafter.sync_every=1")
+    idle = ("drafter.quanta_per_step=4", "drafter.train_when=idle", "drafter.sync_every=1", "logging.timeline_every_steps=3")
     parts = place.arguments("parts", *OPTIONS, *SLICED, *idle)
     place.full = request.config.getoption("full")
     place.said = place.jobs(
@@ -142,6 +142,20 @@ def test_what_idle_slices_train_is_counted_once(sliced):
     assert len(records) == 4  # how many loans there are is a matter of time
     trained = [record["scheduler/quanta"] for record in records]
     assert records[-1]["drafter/quanta"] == sum(trained) and all(record["drafter/faults"] == 0 for record in records)
+
+
+def test_the_timeline_shows_what_idle_slices_trained_before_the_update(sliced):
+    steps, records = sliced.timeline("idle"), [record for record in sliced.records("idle") if "scheduler/loans" in record]
+    for (step, slices), record in zip(steps.items(), records, strict=True):
+        assert step == record["step"] and list(slices) == [f"slice {number}" for number in range(4)]
+        updated = min(start for kind, start, _ in slices["slice 0"] if kind == "update")
+        early = [end - start for spans in slices.values() for kind, start, end in spans if kind == "distilling" and end <= updated]
+        assert sum(early) / 1e6 == pytest.approx(record["scheduler/distilling_seconds"], abs=1e-4)
+        assert all(spans[-2][0] == "distilling" for spans in slices.values())  # measured on the whole mesh, before the step ends
+    assert (sliced.folder / "idle" / "timeline.png").exists() and "timeline.json.gz, curves.png, timeline.png" in sliced.said[0][1]
+    for workdir in ("idle", "frozen", "used"):
+        kinds = {kind for slices in sliced.timeline(workdir).values() for spans in slices.values() for kind, *_ in spans}
+        assert kinds >= {"publish", "compile", "prefill", "speculative", "update", "idle"} and ("distilling" in kinds) == (workdir != "used")
 
 
 def test_a_run_stopped_within_a_quantum_goes_on_with_the_texts_counts_and_residuals_of_its_checkpoint(sliced):

@@ -1,5 +1,6 @@
 """What a run writes about itself: files, resume, console, health, curves; and that no device array gets in."""
 
+import gzip
 import io
 import json
 
@@ -8,6 +9,8 @@ import numpy as np
 import pytest
 from tensorboardX.proto import event_pb2
 
+from tlt_jax.scheduling.timeline import Span
+from tlt_jax.training import reporting
 from tlt_jax.training.health import health_line, numbers_line
 from tlt_jax.training.reporting import Reporter, ReportSettings, Sample, SilentReporter, plain_metrics
 
@@ -22,6 +25,11 @@ def records(path, name="metrics.jsonl"):
     return [json.loads(line) for line in (path / name).read_text().splitlines()]
 
 
+def timeline_steps(path, name="timeline.json.gz"):
+    """The steps of a timeline, by their marks."""
+    return [event["args"]["step"] for event in json.loads(gzip.decompress((path / name).read_bytes())) if event["ph"] == "i"]
+
+
 def sample(**changes):
     values = {"prompt": "2+2=", "response": "4", "answer": "4", "parsed": "4", "reward": 1.0, "components": {"format": 0.5}, "advantage": 0.7}
     return Sample(**(values | {"length": 1, "finish_reason": "stop", "policy_version": 3} | changes))
@@ -33,6 +41,7 @@ def run(path, steps, **options):
     for step in steps:
         report.record(step, {"reward/mean": float(step)})
         report.record_samples(step, [sample()])
+        report.record_timeline(step, [Span(0, "rollout", step, step + 0.5)])
     report.close()
 
 
@@ -88,6 +97,7 @@ def test_resume_cuts_the_records_after_the_restored_step(tmp_path):
     run(tmp_path, range(4, 7), resumed=("rl", 3))
     for name in ("metrics.jsonl", "samples.jsonl"):
         assert [record["step"] for record in records(tmp_path, name)] == [1, 2, 3, 4, 5, 6]
+    assert timeline_steps(tmp_path) == [1, 2, 3, 4, 5, 6]
 
 
 def test_resume_keeps_earlier_stages_and_drops_later_ones(tmp_path):
@@ -131,6 +141,7 @@ def test_a_new_run_in_a_used_directory_sets_the_old_records_aside(tmp_path):
         run(tmp_path, range(1, 3))
     assert [record["step"] for record in records(tmp_path)] == [1, 2]
     assert len(records(tmp_path, "metrics.jsonl.1")) == len(records(tmp_path, "metrics.jsonl.2")) == 2
+    assert timeline_steps(tmp_path) == timeline_steps(tmp_path, "timeline.json.gz.2") == [1, 2]
 
 
 def test_numbers_that_json_does_not_have_become_null_and_are_named(tmp_path):
@@ -212,6 +223,20 @@ def test_the_curves_are_a_png_and_a_run_without_records_draws_none(tmp_path):
     report.record(1, {"reward/mean": 0.5, "policy/entropy": float("nan"), "completions/length_mean": 7.0})
     report.finish()
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("every", "drawn"), [(2, ["rl step 2", "rl step 4"]), (0, [])])
+def test_a_picture_of_the_timeline_is_drawn_each_n_steps_and_listed(tmp_path, monkeypatch, every, drawn):
+    titles, draw, stream = [], reporting.draw, io.StringIO()
+    monkeypatch.setattr(reporting, "draw", lambda spans, path, title: (titles.append(title), draw(spans, path, title)))
+    report = reporter(tmp_path, ReportSettings(tensorboard=False, timeline_every_steps=every), stream=stream)
+    report.start_stage("rl", 5)
+    for step in range(1, 6):
+        report.record_timeline(step, [Span(0, "rollout", step, step + 0.5)])
+    report.finish()
+    assert titles == drawn and timeline_steps(tmp_path) == [1, 2, 3, 4, 5]
+    assert (tmp_path / "timeline.png").exists() == bool(drawn)
+    assert f"files in {tmp_path}: timeline.json.gz{', timeline.png' if drawn else ''}\n" in stream.getvalue()
 
 
 def scalars(path):

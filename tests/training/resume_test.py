@@ -3,6 +3,7 @@
 Every run of a story is made once, in the order of the story, by module fixtures.
 """
 
+import gzip
 import json
 import os
 import pathlib
@@ -102,6 +103,22 @@ class Place:
     def records(self, workdir, name="metrics") -> list[dict]:
         return [json.loads(line) for line in (self.folder / workdir / f"{name}.jsonl").read_text().splitlines()]
 
+    def timeline(self, workdir) -> dict[int, dict[str, list]]:
+        """By RL step and slice what the slice did, (kind, start, end) in µs; each step is there once, and slices are filled alike, without overlap."""
+        events = json.loads(gzip.decompress((self.folder / workdir / "timeline.json.gz").read_bytes()))
+        marks = [event["args"]["step"] for event in events if event["ph"] == "i"]
+        assert marks == sorted(set(marks))
+        steps = {step: {event["args"]["name"]: [] for event in events if event["name"] == "thread_name"} for step in marks}
+        names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+        for event in events:
+            if event["ph"] == "X":
+                steps[event["args"]["step"]][names[event["tid"]]].append((event["name"], event["ts"], event["ts"] + event["dur"]))
+        for slices in steps.values():
+            for spans in slices.values():
+                assert [end for _, _, end in spans[:-1]] == [start for _, start, _ in spans[1:]]
+            assert len({(spans[0][1], spans[-1][2]) for spans in slices.values()}) == 1
+        return steps
+
     def compared(self, workdir) -> list[dict]:
         """The metrics that resuming must not change, by stage and step."""
         return [
@@ -156,6 +173,18 @@ def test_a_run_that_is_stopped_exits_with_143_and_has_saved_the_step_it_was_in(g
 
 def test_grpo_with_a_reference_stopped_twice_is_the_straight_run(grpo):
     grpo.assert_equal("straight", "parts")
+
+
+@pytest.mark.parametrize("workdir", ["straight", "parts"])
+def test_the_timeline_says_of_every_step_once_what_the_slice_did(grpo, workdir):
+    steps = grpo.timeline(workdir)
+    assert list(steps) == [1, 2, 3, 4, 5, 6, 7]
+    for slices in steps.values():
+        assert list(slices) == ["slice 0"]
+        kinds = [kind for kind, _, _ in slices["slice 0"]]
+        assert set(kinds) <= {"publish", "prefill", "rollout", "compile", "update", "idle"}
+        assert kinds.index("publish") < min(kinds.index(kind) for kind in ("prefill", "compile") if kind in kinds) < kinds.index("update")
+    assert all({"prefill", "rollout"} <= {kind for kind, *_ in steps[step]["slice 0"]} for step in (2, 7))
 
 
 def test_the_run_that_was_compared_learned_something_and_drew_every_prompt_of_each_epoch(grpo):

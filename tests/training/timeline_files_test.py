@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import time
 import zlib
 
 import pytest
@@ -49,14 +50,14 @@ def steps_of(path):
 def test_a_closed_timeline_is_one_json_array_of_trace_events(tmp_path):
     path = tmp_path / "timeline.json.gz"
     timeline = write_steps(path, (1, 2))
-    timeline.write("rl", 3, [Span(2, "idle", 20.0, 21.0)], process=1)
+    timeline.write("rl", 3, [Span(2, "idle", 20.0, 21.0)])
     timeline.close()
     found = events(path)
-    names = {(event["pid"], event["tid"]): event["args"]["name"] for event in found if event["ph"] == "M"}
-    assert names == {(1, 0): "process 0", (1, 1): "slice 0", (1, 2): "slice 1", (2, 0): "process 1", (2, 3): "slice 2"}
+    names = {event["tid"]: event["args"]["name"] for event in found if event["ph"] == "M"}
+    assert names == {0: "rollout slices", 1: "slice 0", 2: "slice 1", 3: "slice 2"} and {event["pid"] for event in found} == {1}
     assert len(names) == sum(event["ph"] == "M" for event in found)
     first = [event for event in found if event["ph"] == "X" and event["args"] == {"stage": "rl", "step": 1}]
-    assert [(names[event["pid"], event["tid"]], event["name"]) for event in first] == [(f"slice {span.slice}", span.kind) for span in SPANS]
+    assert [(names[event["tid"]], event["name"]) for event in first] == [(f"slice {span.slice}", span.kind) for span in SPANS]
     assert [event["dur"] for event in first] == pytest.approx([1e6 * (span.end - span.start) for span in SPANS], abs=1)
     assert all(event["cat"] == "slice" and isinstance(event["ts"], int) for event in first)
     for event, following in zip(first, first[1:], strict=False):  # a viewer drops events that overlap, be it by a microsecond
@@ -111,6 +112,17 @@ def test_a_resumed_timeline_has_each_step_once(tmp_path):
     resumed.close()
     assert steps_of(path) == [("sft", 1), ("sft", 2), ("rl", 1), ("rl", 2), ("rl", 3)]
     assert sum(event["ph"] == "M" for event in events(path)) == 3
+
+
+def test_a_resume_that_changes_nothing_leaves_the_file_as_it_was_byte_for_byte(tmp_path, monkeypatch):
+    path = tmp_path / "timeline.json.gz"
+    write_steps(path, (1, 2)).close()
+    before = path.read_bytes()
+    monkeypatch.setattr(time, "time", lambda: 1e9)
+    resumed = TimelineFile(epath.Path(path))
+    resumed.keep(lambda place: True)
+    resumed.close()
+    assert path.read_bytes() == before
 
 
 def test_a_new_run_sets_the_old_timeline_aside(tmp_path):

@@ -18,6 +18,7 @@ from tlt_jax.runtime.draft_driver import BorrowedSlice
 from tlt_jax.runtime.rollout_driver import RolloutDriver
 from tlt_jax.scheduling.slices import Commands, LoanSettings, Observation, Owner, Reading, all_rolling_out, decide
 from tlt_jax.scheduling.tail_estimate import remaining_tokens
+from tlt_jax.scheduling.timeline import Span
 from tlt_jax.sharding import processes
 
 NEWEST = 0.3  # weight of the newest quantum in the mean of their seconds
@@ -47,24 +48,18 @@ class Work(NamedTuple):
     earlier_lengths: Sequence[int]  # of answers, sorted
 
 
-class Span(NamedTuple):
-    """Seconds of the clock in which something lasted on a slice."""
-
-    slice: int
-    start: float
-    end: float
-
-
 @dataclasses.dataclass
 class LoanReport:
-    """What a phase's loans were, in seconds of the clock."""
+    """What a phase's loans were."""
 
-    loans: list[Span] = dataclasses.field(default_factory=list)
-    quanta: list[Span] = dataclasses.field(default_factory=list)
+    loans: int = 0
+    lent_seconds: float = 0.0  # over all slices
+    spans: list[Span] = dataclasses.field(default_factory=list)  # distilling: a quantum; compile: before the first phase
     trained: int = 0  # updates that the master holds now
     skipped: int = 0  # updates with a gradient that was not finite
     mergers: int = 0
     recall_seconds: float = 0.0  # the longest time from a recall until the slice was back
+    added_seconds: float = 0.0  # in which no row decoded: compiling before the first one, taking slices back and merging after the last one
 
 
 @dataclasses.dataclass
@@ -120,6 +115,7 @@ class Lending:
         """Compile what loans run, so that none waits for a compiler, and time a quantum; in the batch no token counts, so nothing is learned."""
         master = self._mixture.drafter.master
         for number, one in enumerate(self.slices):
+            lent = self._clock()
             one.lend(self.work.policies[number], master)
             one.measure(master.params, batch)
             for _ in range(2):  # the first one compiles
@@ -128,7 +124,9 @@ class Lending:
                 one.wait()
             self.quantum_seconds = max(self.quantum_seconds, self._clock() - started)
             one.give_back()
-        self._started = self._clock()
+            self.report.spans.append(Span(number, "compile", lent, self._clock()))
+        now = self._clock()
+        self.report.added_seconds, self._started = now - self._started, now
 
     def turn(self, drivers: Sequence[RolloutDriver], queued: int) -> bool:
         """One turn of the event loop: see what ended, lend and recall, start quanta. Whether anything moved."""
@@ -168,6 +166,7 @@ class Lending:
         for one in self.slices:
             one.give_back()
         self.work = None  # the policy of the phase is freed
+        self.report.added_seconds += self._clock() - over
         return self._mixture.drafter
 
     def _obey(self, commands: Commands, now: float) -> None:
@@ -190,7 +189,7 @@ class Lending:
     def _end_quantum(self, number: int, now: float) -> None:
         loan = self._open[number]
         self.slices[number].wait()
-        self.report.quanta.append(Span(number, loan.began, now))
+        self.report.spans.append(Span(number, "distilling", loan.began, now))
         self.quantum_seconds += NEWEST * (now - loan.began - self.quantum_seconds)
         loan.began = None
 
@@ -199,7 +198,8 @@ class Lending:
         self._mixture.kept[number] = one.trained()
         self.report.skipped += one.skipped
         self.report.recall_seconds = max(self.report.recall_seconds, now - loan.recalled)
-        self.report.loans.append(Span(number, loan.lent, now))
+        self.report.loans += 1
+        self.report.lent_seconds += now - loan.lent
 
     def _merge(self) -> None:
         trained = {number: self.slices[number].trained() for number in self._open}

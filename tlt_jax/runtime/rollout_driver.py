@@ -13,7 +13,7 @@ import numpy as np
 from tlt_jax.decoding.rollout import PREFILL_ROWS
 from tlt_jax.records import SamplingParams
 from tlt_jax.runtime import admissions, resizing
-from tlt_jax.runtime.measured_choice import Choice, MeasuredChoice
+from tlt_jax.runtime.measured_choice import Choice, MeasuredChoice, Queued, queued_now
 from tlt_jax.runtime.programs import SlicePrograms, new_drafter
 from tlt_jax.scheduling import batching
 from tlt_jax.scheduling.compile_plan import compile_plan
@@ -75,8 +75,8 @@ class InFlight:
     sampling_logprobs: object
     finish: object
     rows: list
+    origin: Choice | Queued  # Queued: an admission
     counts: tuple | None = None  # (tokens, forwards) of each row; None: one of both (an admission)
-    choice: Choice | None = None  # None: an admission
 
 
 def row_buckets(slots: int) -> tuple[int, ...]:
@@ -203,15 +203,16 @@ class RolloutDriver:
                 if row.place is not None:
                     self._texts.leave(row.request, row.place, tuple(row.tokens))
                 finished.append(completion(row, int(finish[index]), self.version))
-        if flight.choice is None:
-            self.choice.passed()
+        if isinstance(flight.origin, Queued):
+            self.choice.admitted(flight.origin)
         elif rows:
-            self.choice.reward(flight.choice, emitted, rows, rounds, row_rounds)
+            self.choice.reward(flight.origin, emitted, rows, rounds, row_rounds)
         return finished
 
     def _admit(self, requests: list[Request]) -> None:
         for request in requests:
             check_request(request, self.lengths)
+        queued = queued_now()
         self._fit(max(self.active + len(requests), len(self.rows)))
         capacity = len(self.rows)
         groups = admissions.by_prompt(requests, [slot for slot, row in enumerate(self.rows) if row is None])
@@ -223,7 +224,7 @@ class RolloutDriver:
         admission = admissions.admission(groups, capacity, self._entrance.pieces, texts)
         self.state, sampled, finish = self._entrance.admit(self.params, self.state, admission)
         rows += [None] * (capacity - len(rows))
-        self.in_flight.append(InFlight(sampled.token_B, sampled.logprob_B, sampled.sampling_logprob_B, finish, rows))
+        self.in_flight.append(InFlight(sampled.token_B, sampled.logprob_B, sampled.sampling_logprob_B, finish, rows, queued))
 
     def _fit(self, needed: int) -> None:
         """Bring the number of slots to the bucket that holds `needed` rows; active rows move to the front."""
@@ -251,5 +252,5 @@ class RolloutDriver:
         self.state, emitted = self._run(self.state, choice.strategy)
         self.in_flight.append(
             InFlight(
-                emitted.tokens_BR, emitted.logprobs_BR, emitted.sampling_logprobs_BR, emitted.finish_B, list(self.rows),
-                (emitted.count_B, emitted.forwards_B), choice))
+                emitted.tokens_BR, emitted.logprobs_BR, emitted.sampling_logprobs_BR, emitted.finish_B, list(self.rows), choice,
+                (emitted.count_B, emitted.forwards_B)))

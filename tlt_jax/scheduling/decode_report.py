@@ -24,6 +24,14 @@ class Dispatch(NamedTuple):
     compiled: bool
 
 
+class Admission(NamedTuple):
+    """One admission of rows on one slice, with the prefill of their prompts, after it was read."""
+
+    started: float  # seconds of the host's clock
+    seconds: float
+    compiled: bool
+
+
 def from_the_start(slices: Sequence[Sequence[Dispatch]]) -> list[list[Dispatch]]:
     """The dispatches of a host's slices in seconds since the first of them: the clocks of two hosts have nothing in common, their phases start together."""
     first = min((own[0].started for own in slices if own), default=0.0)

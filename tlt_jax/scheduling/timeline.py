@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from tlt_jax.scheduling.decode_report import Dispatch
+from tlt_jax.scheduling.decode_report import Admission, Dispatch
 from tlt_jax.strategies import OFF
 
 KINDS = ("prefill", "rollout", "speculative", "distilling", "idle", "update", "publish", "compile")
@@ -19,33 +19,10 @@ class Span(NamedTuple):
     end: float
 
 
-class Timeline:
-    """The spans of the step that runs."""
-
-    def __init__(self):
-        self._spans: list[Span] = []
-
-    def add(self, slice: int, kind: str, start: float, end: float) -> None:
-        """Notes a span. Raises ValueError for a kind that is not in KINDS and for an end before its start."""
-        if kind not in KINDS:
-            raise ValueError(f"a span of kind {kind!r} on slice {slice}: a kind is one of {', '.join(KINDS)}")
-        if not start <= end:
-            raise ValueError(f"the {kind} span on slice {slice} ends at {end}, before its start at {start}")
-        self._spans.append(Span(slice, kind, start, end))
-
-    def take(self) -> list[Span]:
-        """The spans so far, by slice and then by start; they are forgotten: a step ends."""
-        spans, self._spans = sorted(self._spans, key=_precedence), []
-        return spans
-
-
-def of_dispatches(slice: int, dispatches: Iterable[Dispatch]) -> list[Span]:
-    """A phase's dispatches of decode rounds as spans. One during which a program was compiled is a compile as a whole: how long that took is not told apart."""
-    spans = []
-    for one in dispatches:
-        kind = "compile" if one.compiled else "rollout" if one.strategy == OFF else "speculative"
-        spans.append(Span(slice, kind, one.started, one.started + one.seconds))
-    return spans
+def of_phase(slice: int, admissions: Iterable[Admission], dispatches: Iterable[Dispatch]) -> list[Span]:
+    """What a slice did in a rollout phase. What compiled a program is a compile as a whole: how long that took is not told apart."""
+    kinds = [("prefill", one) for one in admissions] + [("rollout" if one.strategy == OFF else "speculative", one) for one in dispatches]
+    return [Span(slice, "compile" if one.compiled else kind, one.started, one.started + one.seconds) for kind, one in kinds]
 
 
 def with_idle(spans: Iterable[Span], slices: int, start: float, end: float) -> list[Span]:
@@ -84,14 +61,8 @@ def _cut(idle: Span, spans: Sequence[Span]) -> list[Span]:
     return parts
 
 
-def shares(spans: Sequence[Span]) -> dict[str, float]:
-    """The share of the slices' time that each kind took, from spans without overlap; empty when they take no time."""
-    total = math.fsum(span.end - span.start for span in spans)
-    kinds = sorted({span.kind for span in spans}, key=KINDS.index) if total else ()
-    return {kind: math.fsum(span.end - span.start for span in spans if span.kind == kind) / total for kind in kinds}
-
-
 def loan_metrics(spans: Sequence[Span]) -> dict[str, float]:
     """scheduler/ metrics of a rollout window, from its spans `with_idle`."""
-    parts = shares(spans)
-    return {"scheduler/idle_share": parts.get("idle", 0.0), "scheduler/distilling_share": parts.get("distilling", 0.0)} if parts else {}
+    idle, distilling = (math.fsum(span.end - span.start for span in spans if span.kind == kind) for kind in ("idle", "distilling"))
+    total = math.fsum(span.end - span.start for span in spans)
+    return {"scheduler/idle_share": idle / total, "scheduler/distilling_share": distilling / total} if total else {}

@@ -30,7 +30,6 @@ from tlt_jax.sharding.rules import batch_rows_multiple, replicated
 from tlt_jax.strategies import Completion
 from tlt_jax.training.drafting import load_params
 from tlt_jax.training.experience import Packing, Trajectory, pack, packing_for
-from tlt_jax.training.rl_metrics import of_loans
 from tlt_jax.training.session import Session
 from tlt_jax.training.settings import Config
 from tlt_jax.training.text_buffer import Text, TextBuffer
@@ -88,8 +87,8 @@ class DraftTraining:
         earlier, self.held_back = self.held_back, []
         self._held, self._step, self._drawn = held_back_of(self.config, step, answers), step, collections.Counter()
         self._lengths = {}  # of the answers that are there, by their places
-        self._before, self._loans, self._faults = self.learner.params, None, []
-        self._brought = Drafter(self.master, {})
+        self._before, self._faults = self.learner.params, []
+        self._brought, self._own_quanta = Drafter(self.master, {}), 0
         if any(fingerprint(driver.drafter_params) != self._fingerprint for driver in self.drivers):
             self._faults.append("what a slice serves is not the drafter that was handed to it: something else wrote to it")
         self.counts.owed = quotas.come_due(Quota(self.config.drafter.quanta_per_step, self.counts.owed)).owed
@@ -115,7 +114,7 @@ class DraftTraining:
     def end_phase(self) -> None:
         """The rollout of this process is over: its slices come back."""
         if self.lending is not None and self.lending.work is not None:
-            self._loans, brought = self.lending.report, self.lending.end()
+            brought, self._own_quanta = self.lending.end(), self.lending.report.trained
             self._brought = brought._replace(residuals={self._slice_ids[local]: tree for local, tree in brought.residuals.items()})
 
     def next_batch(self, trainer: int = 0) -> DraftBatch | None:
@@ -129,7 +128,7 @@ class DraftTraining:
         return one_batch(texts, self.packing) if texts else None
 
     def run(self, policy: dict, completions: Sequence[Completion]) -> dict[str, float]:
-        """Train what is still owed, measure with the features of `policy` (on the train mesh), publish or roll back; drafter/ and scheduler/ metrics.
+        """Train what is still owed, measure with the features of `policy` (on the train mesh), publish or roll back; drafter/ metrics.
 
         `completions`: the step's, of all processes. Collective.
         """
@@ -140,7 +139,7 @@ class DraftTraining:
         self.held_back.sort(key=lambda text: text.index)
         counts.lengths = sorted(self._lengths.values())
         self.texts.end_step()
-        self._idle_quanta, drafter = brought_together(self.master, self._brought, 0 if self._loans is None else self._loans.trained)
+        self._idle_quanta, drafter = brought_together(self.master, self._brought, self._own_quanta)
         if self._idle_quanta:
             learner.load(drafter.master)
             self.residuals = dict(drafter.residuals)
@@ -179,8 +178,7 @@ class DraftTraining:
             "drafter/expected_accept_length": expected_accept_length(trained),
             "drafter/gain": trained[ACCEPTANCE] - measured[ACCEPTANCE], "drafter/version": counts.version, "drafter/rolled_back": counts.rolled_back,
             "drafter/quanta": counts.quanta, "drafter/untrained_steps": counts.untrained_steps, "drafter/texts": len(self.texts),
-            "drafter/faults": len(self._faults)
-        } | of_loans(self._loans, [driver.choice.dispatches for driver in self.drivers])
+            "drafter/faults": len(self._faults)}
 
     def arrays(self) -> dict:
         """The arrays of a checkpoint beside the learner's: texts, and residuals by slice."""

@@ -1,4 +1,4 @@
-"""Writes what a run says about itself: metrics.jsonl, samples.jsonl, TensorBoard, console lines, curves.png and the closing message.
+"""Writes what a run says about itself: metrics.jsonl, samples.jsonl, the timeline, TensorBoard, console lines, curves.png and the closing message.
 
 Takes plain numbers and text only: whoever owns a device array fetches it first, on the main thread, so that no report hides a transfer or a collective.
 One step axis for every series: the step of the stage. Which process reports is the caller's choice; checkpoints are not written here.
@@ -16,10 +16,12 @@ import numpy as np
 from etils import epath
 from tensorboardX import SummaryWriter
 
+from tlt_jax.scheduling.timeline import Span
 from tlt_jax.training.curves import draw_curves
 from tlt_jax.training.health import health_line, numbers_line
 from tlt_jax.training.json_lines import JsonLines
 from tlt_jax.training.progress import Progress
+from tlt_jax.training.timeline_files import TimelineFile, draw
 
 NAMESPACES = ("reward", "completions", "policy", "value", "sampler", "spec", "drafter", "scheduler", "timing", "perf", "data")
 _REMEMBERED_STEPS = 20
@@ -32,6 +34,7 @@ class ReportSettings:
     stages: tuple[str, ...] = ("rl",)
     every_steps: int = 1
     samples_per_step: int = 8
+    timeline_every_steps: int = 10  # 0: no picture
     tensorboard: bool = True
     wandb: bool = False
     run_name: str = "tlt_jax"
@@ -66,9 +69,11 @@ class Reporter:
         self._settings = settings
         self._metrics = JsonLines(self._directory / "metrics.jsonl")
         self._samples = JsonLines(self._directory / "samples.jsonl")
-        for journal in (self._metrics, self._samples):
+        self._timeline = TimelineFile(self._directory / "timeline.json.gz")
+        number_of = settings.stages.index
+        for journal in (self._metrics, self._samples, self._timeline):
             if resumed:
-                journal.keep(lambda record: self._place(record) <= self._place({"stage": resumed[0], "step": resumed[1]}))
+                journal.keep(lambda record: (number_of(record["stage"]), record["step"]) <= (number_of(resumed[0]), resumed[1]))
             else:
                 journal.set_aside()
         self._progress = Progress(stream or sys.stdout)
@@ -126,12 +131,19 @@ class Reporter:
             row["components"] = {name: _json_value(_plain(name, value)) for name, value in sample.components.items()}
             self._samples.write({"stage": self._stage, "step": step, "kind": kind} | row)
 
+    def record_timeline(self, step: int, spans: Sequence[Span]) -> None:
+        """What every slice did in a step to timeline.json.gz; each logging.timeline_every_steps-th step also as timeline.png."""
+        self._timeline.write(self._stage, step, spans)
+        every = self._settings.timeline_every_steps
+        if every and step % every == 0:
+            draw(spans, self._directory / "timeline.png", f"{self._stage} step {step}")
+
     def finish(self, next_commands: Sequence[str] = ()) -> None:
         """Draws the curves and says where the files are and what to type next."""
         self._progress.stop()
         draw_curves(self._metrics.read(), self._directory / "curves.png")
         self.close()
-        names = ["metrics.jsonl", "samples.jsonl", "curves.png", "tensorboard", "checkpoints"]
+        names = ["metrics.jsonl", "samples.jsonl", "timeline.json.gz", "curves.png", "timeline.png", "tensorboard", "checkpoints"]
         self.say(f"files in {self._directory}: {', '.join(name for name in names if (self._directory / name).exists())}")
         for command in next_commands:
             self.say(f"next: {command}")
@@ -141,6 +153,7 @@ class Reporter:
         self._progress.stop()
         self._metrics.close()
         self._samples.close()
+        self._timeline.close()
         self._close_events()
         if self._wandb:
             self._wandb.finish()
@@ -150,10 +163,6 @@ class Reporter:
         if self._events:
             self._events.close()
             self._events = None
-
-    def _place(self, record: Mapping[str, object]) -> tuple[int, int]:
-        """Where a record stands in the run: (number of its stage, step)."""
-        return self._settings.stages.index(record["stage"]), record["step"]
 
 
 class SilentReporter:
@@ -173,6 +182,9 @@ class SilentReporter:
         plain_metrics(metrics)
 
     def record_samples(self, step: int, samples: Sequence[Sample], *, kind: str = "train", limit: int | None = None) -> None:
+        """Nothing to write."""
+
+    def record_timeline(self, step: int, spans: Sequence[Span]) -> None:
         """Nothing to write."""
 
     def finish(self, next_commands: Sequence[str] = ()) -> None:

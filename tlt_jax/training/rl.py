@@ -97,7 +97,7 @@ def run_step(session: Session, trainer: Trainer, step: int) -> dict[str, float]:
         phase = Phase("rollout", config.algorithm.num_generations, config.rollout.temperature, step)
         scorer = session.generate(views, prompts, phase, trainer.draft)
     del views
-    decoding = session.decode_report()
+    decoding, spans = session.decode_report(), session.rollout_spans()
     with timing.of("reward"):
         scorer.finish()
     trajectories = [_trajectory(completion) for completion in scorer.completions]
@@ -115,9 +115,10 @@ def run_step(session: Session, trainer: Trainer, step: int) -> dict[str, float]:
             session.phase("distilling")
             distilled = trainer.draft.run(trainer.policy.params, scorer.completions)
     session.reporter.record_samples(step, samples_of(session, scorer, sequence_advantages))
+    session.reporter.record_timeline(step, rl_metrics.step_spans(timing, spans, session.meshes.slice_ids))
     faults = rl_metrics.of_pool(processes.exchange(collections.Counter(session.pool.counts) - verdicts))
     metrics = rl_metrics.of_rollout(scorer, timing) | decoding | rl_metrics.of_updates(stats) | faults
-    metrics |= _reward_kl(config, trajectories) | distilled
+    metrics |= _reward_kl(config, trajectories) | distilled | rl_metrics.of_loans(session.loans, spans, len(session.drivers), timing)
     metrics |= {"perf/compiles": compile_counter().count - compiles[0], "perf/compile_seconds": compile_counter().seconds - compiles[1]}
     return metrics | {"policy/lr": _policy_lr(config, trainer), "data/epoch": trainer.order.epoch}
 

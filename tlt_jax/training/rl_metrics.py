@@ -8,27 +8,34 @@ import numpy as np
 
 from tlt_jax.runtime.lending import LoanReport
 from tlt_jax.scheduling import timeline
-from tlt_jax.scheduling.decode_report import Dispatch
+from tlt_jax.scheduling.timeline import Span
 from tlt_jax.training.scoring import StepScorer
+
+ALL_SLICES = {"publish": "publish", "score": "update", "update": "update", "distill": "distilling"}  # kind of span by the part of a step that takes them all
 
 
 class Stopwatch:
-    """Seconds of the named parts of a step."""
+    """The named parts of a step on the clock, each of them once."""
 
     def __init__(self):
-        self.seconds: dict[str, float] = {}
-        self._started = time.monotonic()
+        self.parts: dict[str, tuple[float, float]] = {}
+        self.started = time.monotonic()
 
     @contextlib.contextmanager
     def of(self, name: str) -> Iterator[None]:
-        """Adds the time of the block to `name`."""
+        """The block is the part `name`."""
         started = time.monotonic()
         yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started
+        self.parts[name] = started, time.monotonic()
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """How long each part took."""
+        return {name: end - start for name, (start, end) in self.parts.items()}
 
     def total(self) -> float:
         """Seconds since the watch was made."""
-        return time.monotonic() - self._started
+        return time.monotonic() - self.started
 
 
 def of_rollout(scorer: StepScorer, timing: Stopwatch) -> dict[str, float]:
@@ -86,15 +93,21 @@ def of_pool(counts: Sequence[Mapping[str, int]]) -> dict[str, float]:
     return {"reward/errors": errors - timeouts, "reward/timeouts": timeouts}
 
 
-def of_loans(report: LoanReport | None, dispatches: Sequence[Sequence[Dispatch]]) -> dict[str, float]:
-    """scheduler/ metrics of a step from its loans and from what each slice decoded; none without a scheduler."""
+def of_loans(report: LoanReport | None, spans: Sequence[Span], slices: int, timing: Stopwatch) -> dict[str, float]:
+    """scheduler/ metrics of a step from its loans and the spans of its rollout; none when nothing could be lent."""
     if report is None:
         return {}
-    spans = [span for number, own in enumerate(dispatches) for span in timeline.of_dispatches(number, own)]
-    spans += [timeline.Span(quantum.slice, "distilling", quantum.start, quantum.end) for quantum in report.quanta]
     window = min((span.start for span in spans), default=0.0), max((span.end for span in spans), default=0.0)
-    lent, busy = (sum(span.end - span.start for span in some) for some in (report.loans, report.quanta))
     return {
-        "scheduler/loans": len(report.loans), "scheduler/lent_seconds": lent, "scheduler/distilling_seconds": busy, "scheduler/quanta": report.trained,
-        "scheduler/skipped_quanta": report.skipped, "scheduler/mergers": report.mergers, "scheduler/recall_seconds": report.recall_seconds
-    } | timeline.loan_metrics(timeline.with_idle(spans, len(dispatches), *window))
+        "scheduler/loans": report.loans, "scheduler/lent_seconds": report.lent_seconds,
+        "scheduler/distilling_seconds": sum(span.end - span.start for span in report.spans if span.kind == "distilling"),
+        "scheduler/quanta": report.trained, "scheduler/skipped_quanta": report.skipped, "scheduler/mergers": report.mergers,
+        "scheduler/recall_seconds": report.recall_seconds, "scheduler/added_seconds": report.added_seconds + timing.seconds["distill"]
+    } | timeline.loan_metrics(timeline.with_idle(spans, slices, *window))
+
+
+def step_spans(timing: Stopwatch, rollout: Sequence[Span], slice_ids: Sequence[int]) -> list[Span]:
+    """What each of this process's slices did from the start of the step until now. `rollout` counts them from 0, the result by their numbers in the run."""
+    whole = [Span(number, ALL_SLICES[name], *part) for name, part in timing.parts.items() if name in ALL_SLICES for number in range(len(slice_ids))]
+    filled = timeline.with_idle([*rollout, *whole], len(slice_ids), timing.started, time.monotonic())
+    return [span._replace(slice=slice_ids[span.slice]) for span in filled]

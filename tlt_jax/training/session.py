@@ -9,11 +9,11 @@ import jax
 
 from tlt_jax.objectives.policy_update import without_value_head
 from tlt_jax.rewards.pool import RewardPool
-from tlt_jax.runtime.lending import Lending
+from tlt_jax.runtime.lending import Lending, LoanReport
 from tlt_jax.runtime.policy_driver import Publisher
 from tlt_jax.runtime.rollout_driver import RolloutDriver
 from tlt_jax.runtime.watchdog import Watchdog
-from tlt_jax.scheduling import decode_report
+from tlt_jax.scheduling import decode_report, timeline
 from tlt_jax.scheduling.strategy_selector import SelectorState
 from tlt_jax.sharding import processes
 from tlt_jax.sharding.meshes import Meshes
@@ -57,6 +57,7 @@ class Session:
     watchdog: Watchdog = dataclasses.field(default_factory=Watchdog.asleep)
     publisher: Publisher | None = None
     published: int = 0  # versions of the policy that were published before this process
+    loans: LoanReport | None = None  # of the latest rollout phase; None: nothing could be lent
 
     def phase(self, name: str, **numbers: int) -> None:
         """What is being done now, to the display and to the watchdog."""
@@ -94,6 +95,7 @@ class Session:
         """
         scorer = StepScorer(self.pool, self.model.tokenizer, prompts, phase.generations, phase.step)
         lending = None if learner is None else learner.start_phase(views, phase.step, len(prompts) * phase.generations)
+        self.loans = None if lending is None else lending.report
         engine = Engine(self.config, self.model, self.drivers, self.longest_prompt, lending)
 
         def finish(completion: Completion) -> None:
@@ -118,6 +120,12 @@ class Session:
         dispatches = decode_report.from_the_start([driver.choice.dispatches for driver in self.drivers])
         own = [(some, driver.choice.plain_rates()) for some, driver in zip(dispatches, self.drivers, strict=True)]
         return decode_report.report([one for told in processes.exchange(own) for one in told])
+
+    def rollout_spans(self) -> list[timeline.Span]:
+        """What this process's slices, counted from 0, did in the latest rollout phase; they may overlap."""
+        choices = enumerate(driver.choice for driver in self.drivers)
+        spans = [span for number, choice in choices for span in timeline.of_phase(number, choice.admissions, choice.dispatches)]
+        return spans if self.loans is None else spans + self.loans.spans
 
     def selector_states(self) -> list[dict]:
         """What every slice of the run has learned about its strategies, as plain values; collective."""

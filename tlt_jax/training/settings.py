@@ -322,6 +322,7 @@ def _logging() -> dict:
     return {
         "every_steps": (1, "steps between console lines; metrics.jsonl gets every step", FROM_1),
         "samples_per_step": (8, "completions of a step written to samples.jsonl", FROM_0),
+        "timeline_every_steps": (10, "RL steps between pictures of what each slice did, timeline.png; 0 = none; timeline.json.gz gets every step", FROM_0),
         "tensorboard": (True, "write TensorBoard events"),
         "wandb": (False, "send metrics to Weights & Biases (needs pip install wandb)"),
     }

@@ -184,7 +184,8 @@ def _reporter(config: Config, workdir: str, resumed: dict | None):
         return SilentReporter()
     settings = ReportSettings(
         stages=tuple(config.stages.order), every_steps=config.logging.every_steps, samples_per_step=config.logging.samples_per_step,
-        tensorboard=config.logging.tensorboard, wandb=config.logging.wandb, run_name=pathlib.Path(workdir).name)
+        timeline_every_steps=config.logging.timeline_every_steps, tensorboard=config.logging.tensorboard, wandb=config.logging.wandb,
+        run_name=pathlib.Path(workdir).name)
     return Reporter(workdir, settings, resumed=None if resumed is None else (resumed["stage"], resumed["stage_step"]))
 
 

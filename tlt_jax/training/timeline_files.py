@@ -7,6 +7,7 @@ compressed piece by piece (catapult issue 4633). Perfetto's gzip reader takes se
 """
 
 import gzip
+import io
 import json
 import time
 import zlib
@@ -23,6 +24,7 @@ from tlt_jax.training.json_lines import Journal
 COLOURS = dict(zip(KINDS, ("#56B4E9", "#0072B2", "#009E73", "#E69F00", "#DDDDDD", "#D55E00", "#CC79A7", "#000000"), strict=True))
 CHUNK = 2**16
 GZIP = 31  # zlib's wbits for a gzip member
+PROCESS = 1  # of the trace; Perfetto takes process 0 and thread 0 for the kernel's
 
 
 class TimelineFile(Journal):
@@ -31,25 +33,24 @@ class TimelineFile(Journal):
     def __init__(self, path: epath.Path):
         super().__init__(path)
         self._epoch = time.time() - time.monotonic()
-        self._named: set[tuple[int, int]] | None = None  # (pid, tid) whose names stand in the file; None: not opened
+        self._named: set[int] | None = None  # threads whose names stand in the file; None: not opened
 
-    def write(self, stage: str, step: int, spans: Sequence[Span], process: int = 0) -> None:
-        """Appends a step's spans of one host process, which must not overlap on a slice; slices are numbered over all processes."""
+    def write(self, stage: str, step: int, spans: Sequence[Span]) -> None:
+        """Appends a step's spans, which must not overlap on a slice."""
         if not spans:
             return
         if self._named is None:
             self.keep(lambda place: True)
-        pid, place = process + 1, {"stage": stage, "step": step}  # Perfetto takes process 0 and thread 0 for the kernel's
-        names = {(pid, 0): ("process_name", f"process {process}")} | {(pid, one.slice + 1): ("thread_name", f"slice {one.slice}") for one in spans}
+        place = {"stage": stage, "step": step}
+        names = {0: ("process_name", "rollout slices")} | {one.slice + 1: ("thread_name", f"slice {one.slice}") for one in spans}
         events = [
-            {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": {"name": value}}
-            for (pid, tid), (name, value) in names.items() if (pid, tid) not in self._named]
+            {"ph": "M", "name": name, "pid": PROCESS, "tid": tid, "args": {"name": value}} for tid, (name, value) in names.items() if tid not in self._named]
         first = min(spans, key=lambda span: span.start)
-        events.append({"ph": "i", "s": "p", "name": f"{stage} step {step}", "cat": "step", "pid": pid, "tid": first.slice + 1,
+        events.append({"ph": "i", "s": "p", "name": f"{stage} step {step}", "cat": "step", "pid": PROCESS, "tid": first.slice + 1,
                        "ts": self._microseconds(first.start), "args": place})
         for one in spans:
             start, end = self._microseconds(one.start), self._microseconds(one.end)  # rounded alike, so that neighbours still do not overlap
-            events.append({"ph": "X", "name": one.kind, "cat": "slice", "pid": pid, "tid": one.slice + 1, "ts": start, "dur": end - start, "args": place})
+            events.append({"ph": "X", "name": one.kind, "cat": "slice", "pid": PROCESS, "tid": one.slice + 1, "ts": start, "dur": end - start, "args": place})
         with self._path.open("ab") as file:
             file.write(gzip.compress("".join(map(self._line, events)).encode()))
 
@@ -71,7 +72,8 @@ class TimelineFile(Journal):
         if not self._path.exists():
             return
         new = self._path.parent / f"{self._path.name}.new"
-        with new.open("wb") as file, gzip.open(file, "wt", encoding="utf-8") as text:
+        # Without a time in it, a file whose steps stay is the same file.
+        with new.open("wb") as file, gzip.GzipFile("", "wb", fileobj=file, mtime=0) as member, io.TextIOWrapper(member, encoding="utf-8") as text:
             for event in _events(self._path):
                 if event["ph"] == "M" or wanted(event["args"]):
                     text.write(self._line(event))
@@ -81,7 +83,7 @@ class TimelineFile(Journal):
     def _line(self, event: dict) -> str:
         opening = "," if self._named else "["  # the first event of a file is a name
         if event["ph"] == "M":
-            self._named.add((event["pid"], event["tid"]))
+            self._named.add(event["tid"])
         return f"{opening}{json.dumps(event)}\n"
 
     def _microseconds(self, moment: float) -> int:

@@ -1,0 +1,34 @@
+"""What becomes of a step's clock: spans that fill it for every slice, and what the drafter's training added to it."""
+
+import pytest
+
+from tlt_jax.runtime.lending import LoanReport
+from tlt_jax.scheduling.timeline import Span
+from tlt_jax.training import rl_metrics
+from tlt_jax.training.rl_metrics import Stopwatch, of_loans, step_spans
+
+
+@pytest.fixture
+def timing(monkeypatch):
+    """A step from 0 to 12."""
+    monkeypatch.setattr(rl_metrics.time, "monotonic", lambda: 12.0)
+    timing = Stopwatch()
+    timing.started = 0.0
+    timing.parts = {"publish": (0.0, 1.0), "rollout": (1.0, 6.0), "reward": (6.0, 7.0), "score": (7.0, 8.0), "update": (8.0, 10.0), "distill": (10.0, 12.0)}
+    return timing
+
+
+def test_a_step_is_filled_with_its_rollout_and_what_all_slices_do_under_the_numbers_that_slices_have_in_the_run(timing):
+    rollout = [Span(0, "prefill", 1.0, 2.0), Span(0, "rollout", 2.0, 6.0), Span(1, "speculative", 1.5, 4.0), Span(1, "distilling", 4.0, 5.0)]
+    after = [("update", 7.0, 10.0), ("distilling", 10.0, 12.0)]
+    one = [("publish", 0.0, 1.0), ("prefill", 1.0, 2.0), ("rollout", 2.0, 6.0), ("idle", 6.0, 7.0), *after]
+    other = [("publish", 0.0, 1.0), ("idle", 1.0, 1.5), ("speculative", 1.5, 4.0), ("distilling", 4.0, 5.0), ("idle", 5.0, 7.0), *after]
+    assert step_spans(timing, rollout, (4, 5)) == [*(Span(4, *part) for part in one), *(Span(5, *part) for part in other)]
+
+
+def test_the_drafter_adds_to_a_step_its_training_after_the_update_and_what_it_held_up_the_rollout(timing):
+    report = LoanReport(spans=[Span(1, "compile", 1.0, 2.0), Span(1, "distilling", 4.0, 5.0)], added_seconds=1.5)
+    metrics = of_loans(report, [Span(0, "rollout", 1.0, 5.0), *report.spans], 2, timing)
+    assert metrics["scheduler/added_seconds"] == 1.5 + 2.0 and metrics["scheduler/distilling_seconds"] == 1.0
+    assert metrics["scheduler/idle_share"] == 2 / 8 and metrics["scheduler/distilling_share"] == 1 / 8
+    assert of_loans(None, [], 2, timing) == {}
