@@ -131,8 +131,10 @@ class Place:
         arrays = {}
         for item in (directory / str(step)).iterdir():
             if item.is_dir() and item.name not in ("host", "metrics"):
-                tree = ocp.StandardCheckpointer().restore(item)
-                arrays |= {f"{item.name}{jax.tree_util.keystr(path)}": np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+                reader = ocp.PyTreeCheckpointer()  # as numpy, on whatever devices and by however many processes they were saved
+                as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), reader.metadata(item).item_metadata.tree)
+                tree = reader.restore(item, restore_args=as_numpy)
+                arrays |= {f"{item.name}{jax.tree_util.keystr(path)}": leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
         return arrays, ocp.JsonCheckpointHandler().restore(directory / str(step) / "host")
 
     def assert_equal(self, one, other, step=None) -> None:

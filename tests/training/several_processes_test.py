@@ -19,7 +19,7 @@ def harm(step):
 OPTIONS = (
     "stages.order=rl", "stages.rl.steps=4", "mesh.train.fsdp=1", "mesh.train.data=-1", "mesh.rollout_slices=4", "batch.tokens_per_microbatch=256",
     "speculative.method=eagle", "speculative.strategies=2_1_2", "distill.tokens_per_update=128", "distill.lr=0.01", "distill.unroll=2",
-    "drafter.quanta_per_step=4", "drafter.sync_every=1", "algorithm.beta=0.1")
+    "drafter.quanta_per_step=4", "drafter.sync_every=1", "algorithm.beta=0.1", "checkpoint.async_save=false")
 
 
 @pytest.fixture(scope="module")
