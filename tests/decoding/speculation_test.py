@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tlt_jax.decoding import rollout
+from tlt_jax.decoding import rollout, shared_texts
 from tlt_jax.decoding.rollout import Admission, Slots
 from tlt_jax.decoding.rounds import Decoding, Weights
 from tlt_jax.decoding.sampling import make_sampling
+from tlt_jax.decoding.shared_texts import Entering
 from tlt_jax.drafters.drafter import Window
 from tlt_jax.drafters.eagle import Eagle
 from tlt_jax.drafters.eagle3 import Eagle3
@@ -198,6 +199,36 @@ def test_moved_rows_go_on_with_the_same_tokens():
     rows.finish = rows.finish[order]
     rows.finished((STRATEGIES["tree"],))
     assert rows.tokens == [plain().tokens[row] for row in order]
+
+
+def equal(one, other):
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+@pytest.mark.parametrize("name", ["truncated", "eagle"])
+def test_rows_in_slots_of_another_state_keep_all_that_is_theirs_and_leave_the_other_slots_alone(name):
+    decoding, rows = Decoding(SPEC, DRAFTERS[name]), Rows(DRAFTERS[name], ring=16)
+    rows.advance(STRATEGIES["tree"])
+    rows.advance()
+    gather = functools.partial(rollout.gather_rows, decoding)
+    held = gather(Rows(DRAFTERS[name], (5, 9, 7, 9), ring=16).state, np.arange(8) % 4, np.arange(8) < 4)
+    put = rollout.put_rows(decoding, held, rows.state, np.array([6, 8, 0, 5]), None)  # 8: nowhere
+    equal(gather(put, np.array([6, 0, 5]), np.ones(3, bool)), gather(rows.state, np.array([0, 2, 3]), np.ones(3, bool)))
+    others = np.array([1, 2, 3, 4, 7])
+    equal(gather(put, others, np.ones(5, bool)), gather(held, others, np.ones(5, bool)))
+
+
+def test_a_row_from_another_slice_brings_its_text_and_finds_the_samples_of_its_prompt():
+    drafter = PromptLookup(segments=6)
+    decoding, rows = Decoding(SPEC, drafter), Rows(PromptLookup())
+    rows.advance()
+    held = rollout.init_state(decoding, Slots(4, SLOTS, 512, 8), jnp.float32)
+    nothing = np.zeros((0, SLOTS), np.int32), np.zeros(0, np.int32), np.zeros(0, np.int32)
+    put = rollout.put_rows(decoding, held, rows.state, np.array([3, 1, 4, 4]), Entering(np.array([5, 2, 6, 6]), np.array([9, 9, 0, 0]), *nothing))
+    texts = [rows.prompts[row] + rows.tokens[row] for row in (0, 1)]
+    for slot, text in zip((1, 3), texts, strict=True):  # each reads the other's
+        read = np.asarray(shared_texts.readable(put.draft.texts))[slot]
+        assert [line[line >= 0].tolist() for line in read if line.max() >= 0] == [text]
 
 
 def test_forwards_count_the_rounds_in_which_a_row_decoded():

@@ -25,7 +25,11 @@ def test_no_two_running_rows_share_a_segment_and_a_prompt_has_one_group(turns):
             running.append((prompt, place))
         elif running:
             number, place = running.pop(prompt % len(running))
-            texts.leave(request(number), place, (7, number))
+            if prompt % 3:
+                texts.leave(request(number), place, (7, number))
+            else:
+                texts.move_away(place)
+    assert len(texts._free) + len(running) == 2 * slots
 
 
 def test_the_latest_answers_of_a_prompt_come_back_in_the_next_phase_once():

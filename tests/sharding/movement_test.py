@@ -90,3 +90,17 @@ def test_host_arrays_come_back_from_any_layout_as_they_went():
     placed = movement.to_device(params, rules.param_shardings(mesh, params))
     jax.tree.map(np.testing.assert_array_equal, movement.to_host(placed), params)
     assert movement.to_host({"plain": 3, "array": np.arange(2)})["plain"] == 3
+
+
+def test_arrays_of_a_slice_go_to_another_one_device_by_device_in_the_same_layout():
+    meshes, params = build_meshes((8, 1, 1), 2, 2), host_params()
+    here, there = meshes.slices
+    placed = movement.to_device(params, rules.param_shardings(here, params))
+    arrived = movement.to_slice(placed, here, there)
+    jax.tree.map(np.testing.assert_array_equal, movement.to_host(arrived), params)
+    counterpart = dict(zip(here.devices.flat, there.devices.flat, strict=True))
+    for leaf, source in zip(jax.tree.leaves(arrived), jax.tree.leaves(placed), strict=True):
+        assert leaf.sharding.mesh == there and leaf.sharding.spec == source.sharding.spec
+        parts = {shard.device: np.asarray(shard.data) for shard in leaf.addressable_shards}
+        for shard in source.addressable_shards:
+            np.testing.assert_array_equal(parts[counterpart[shard.device]], shard.data)

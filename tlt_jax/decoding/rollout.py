@@ -197,3 +197,24 @@ def gather_rows(decoding: Decoding, state: RowState, index_B: jax.Array, keep_B:
     return RowState(
         cache=cache.replace(lengths_B=jnp.where(active_B, cache.lengths_B, 0)), key_B2=state.key_B2[index_B], last_token_B=state.last_token_B[index_B],
         remaining_B=state.remaining_B[index_B], active_B=active_B, draft=draft)
+
+
+def put_rows(decoding: Decoding, state: RowState, source: RowState, slots_A: jax.Array, texts: Entering | None) -> RowState:
+    """The A rows of another slice's state, which comes without the texts of its slice, in slots of this one; a slot past the end is none."""
+
+    def put(stored, new):
+        return stored.at[slots_A].set(new, mode="drop")
+
+    draft, coming = state.draft, source.draft
+    if draft is not None:
+        shared = draft.texts
+        if shared is not None:
+            place = jnp.arange(coming.tokens_BS.shape[1])[None, :]
+            shared = shared_texts.enter(shared, slots_A, jnp.where(place <= source.cache.lengths_B[:, None], coming.tokens_BS, shared_texts.NOTHING), texts)
+        draft = DraftState(
+            put(draft.tokens_BS, coming.tokens_BS), None if draft.ring_BWF is None else put(draft.ring_BWF, coming.ring_BWF),
+            put(draft.reach_B, coming.reach_B), decoding.drafter.put_rows(draft.own, slots_A, coming.own), shared)
+    return RowState(
+        cache=kv_cache.put_rows(state.cache, slots_A, source.cache), key_B2=put(state.key_B2, source.key_B2),
+        last_token_B=put(state.last_token_B, source.last_token_B), remaining_B=put(state.remaining_B, source.remaining_B),
+        active_B=put(state.active_B, source.active_B), draft=draft)

@@ -67,6 +67,9 @@ class Drafter(Protocol):
     def gather_rows(self, state, index_B: jax.Array):
         """Rows in a new order or number."""
 
+    def put_rows(self, state, slots_A: jax.Array, source):
+        """The rows of another state in slots of this one; a slot past the end is none."""
+
 
 class Stateless:
     """What a drafter without weights, features and state answers to everything but `propose`."""
@@ -96,5 +99,9 @@ class Stateless:
         return state
 
     def gather_rows(self, state, index_B: jax.Array):
+        """Still none."""
+        return state
+
+    def put_rows(self, state, slots_A: jax.Array, source):
         """Still none."""
         return state

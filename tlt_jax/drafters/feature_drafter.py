@@ -60,8 +60,24 @@ def policy_head(spec: PolicySpec, params: dict, ids_E: jax.Array | None) -> jax.
     return chosen.T if transposed else chosen
 
 
+class FeatureRows:
+    """What happens to the rows of a feature drafter's state."""
+
+    def forget(self, state: FeatureState, rows_B: jax.Array) -> FeatureState:
+        """The given rows as new; what they held stays behind their length."""
+        return state.replace(cache=state.cache.replace(lengths_B=jnp.where(rows_B, 0, state.cache.lengths_B)))
+
+    def gather_rows(self, state: FeatureState, index_B: jax.Array) -> FeatureState:
+        """Rows in a new order or number."""
+        return FeatureState(kv_cache.gather_rows(state.cache, index_B), state.hidden_BD[index_B])
+
+    def put_rows(self, state: FeatureState, slots_A: jax.Array, source: FeatureState) -> FeatureState:
+        """The rows of another state in slots of this one."""
+        return FeatureState(kv_cache.put_rows(state.cache, slots_A, source.cache), state.hidden_BD.at[slots_A].set(source.hidden_BD, mode="drop"))
+
+
 @dataclasses.dataclass(frozen=True)
-class FeatureDrafter:
+class FeatureDrafter(FeatureRows):
     """`spec` is the policy's, `layer_spec` that of the drafter's layer as a one-layer decoder of the same width."""
 
     spec: PolicySpec
@@ -104,14 +120,6 @@ class FeatureDrafter:
     def init_state(self, rows: int, length: int, dtype, block: int) -> FeatureState:
         """Rows that have seen nothing."""
         return FeatureState(kv_cache.init_cache(self.layer_spec, rows, length, dtype, block=block), jnp.zeros((rows, self.spec.hidden_size), dtype))
-
-    def forget(self, state: FeatureState, rows_B: jax.Array) -> FeatureState:
-        """The given rows as new; what they held stays behind their length."""
-        return state.replace(cache=state.cache.replace(lengths_B=jnp.where(rows_B, 0, state.cache.lengths_B)))
-
-    def gather_rows(self, state: FeatureState, index_B: jax.Array) -> FeatureState:
-        """Rows in a new order or number."""
-        return FeatureState(kv_cache.gather_rows(state.cache, index_B), state.hidden_BD[index_B])
 
     def extend(self, params: dict, policy_params: dict, state: FeatureState, window: Window) -> FeatureState:
         """Commit slots of true features; slots of a row that started late stand at the front, their rotation is that of their position."""

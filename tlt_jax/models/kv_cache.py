@@ -109,6 +109,17 @@ def gather_rows(cache: KVCache, index_B: jax.Array) -> KVCache:
         keys_LBKSC=cache.keys_LBKSC[:, index_B], values_LBKSC=cache.values_LBKSC[:, index_B], lengths_B=cache.lengths_B[index_B])
 
 
+def put_rows(cache: KVCache, slots_A: jax.Array, source: KVCache) -> KVCache:
+    """The rows of a `source` with as many positions copied into slots; a slot past the end is none."""
+
+    def put(stored, new):
+        return stored.at[:, slots_A].set(new, mode="drop")
+
+    return cache.replace(
+        keys_LBKSC=put(cache.keys_LBKSC, source.keys_LBKSC), values_LBKSC=put(cache.values_LBKSC, source.values_LBKSC),
+        lengths_B=cache.lengths_B.at[slots_A].set(source.lengths_B, mode="drop"))
+
+
 def put_row(cache: KVCache, slot: jax.Array, source: KVCache, row: jax.Array) -> KVCache:
     """One row of `source` copied into a slot, as many positions as both have."""
     layers, _, kv_heads, _, channels = cache.keys_LBKSC.shape

@@ -81,11 +81,11 @@ class Entrance(NamedTuple):
     sampling: SamplingParams
     stop_ids: jax.Array
 
-    def places(self, requests: Sequence[Request], state) -> tuple[list[Place | None], Entering | None]:
-        """(place of each request's text, texts that enter with them)."""
+    def places(self, requests: Sequence[Request], capacity: int, state) -> tuple[list[Place | None], Entering | None]:
+        """(place of each request's text, texts that enter with them), for at most `capacity` requests."""
         if self.texts is None:
             return [None] * len(requests), None
-        return entering(self.texts, requests, state.active_B.shape[0], state.cache.slots)
+        return entering(self.texts, requests, capacity, state.cache.slots)
 
     def admit(self, params, state, new: Admission):
         """(state, sampled, finish_A); the given state is donated."""
@@ -93,9 +93,19 @@ class Entrance(NamedTuple):
         new = movement.to_device(new, jax.tree.map(lambda _: whole, new))
         return self.programs.admit(params, state, new, self.sampling, self.stop_ids)
 
+    def join(self, state, source, requests: Sequence[Request], slots: Sequence[int]):
+        """The first rows of `source`, which were another slice's, go on in `slots`: (place of each one's text, state); the given state is donated."""
+        rows, capacity = state.active_B.shape[0], source.active_B.shape[0]
+        slots_A = np.full((capacity,), rows, np.int32)
+        slots_A[: len(slots)] = slots
+        places, texts = self.places(requests, capacity, state)
+        whole = replicated(self.programs.mesh)
+        slots_A, texts = movement.to_device((slots_A, texts), jax.tree.map(lambda _: whole, (slots_A, texts)))
+        return places, self.programs.put_rows(state, source, slots_A, texts)
+
     def compile_ahead(self, params, state):
         """Let nothing enter once in each form of an admission, since how many prompts enter together depends on the answers; the state afterwards."""
         capacity = state.active_B.shape[0]
         for prompts in prompt_places(capacity):
-            state, _, _ = self.admit(params, state, nothing(capacity, prompts, self.pieces, self.places([], state)[1]))
+            state, _, _ = self.admit(params, state, nothing(capacity, prompts, self.pieces, self.places([], capacity, state)[1]))
         return state

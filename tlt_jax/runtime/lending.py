@@ -1,4 +1,5 @@
-"""Lends slices that have no rows left to the drafter's training, and takes them back, while the other slices decode.
+"""Lends slices that have no rows left to the drafter's training, and takes them back, while the other slices decode; where it costs nothing, rows move
+together so that more have none.
 
 A loan is a run of quanta on one slice. The master of the drafter lies on the host: a loan starts from it, and what loans brought is mixed into it every
 `sync_every` quanta and at the end of the phase. Which slice is lent when: `scheduling/slices.py`.
@@ -14,6 +15,7 @@ import jax
 from tlt_jax.distillation import aggregation
 from tlt_jax.distillation.aggregation import State, Trained
 from tlt_jax.distillation.pairs import DraftBatch
+from tlt_jax.runtime.consolidation import Consolidation
 from tlt_jax.runtime.draft_driver import BorrowedSlice
 from tlt_jax.runtime.rollout_driver import RolloutDriver
 from tlt_jax.scheduling.slices import Commands, LoanSettings, Observation, Owner, Reading, all_rolling_out, decide
@@ -30,6 +32,7 @@ class LendingSettings(NamedTuple):
     loans: LoanSettings
     sync_every: int  # quanta of a slice between two mergers
     adaptive: bool  # mix less than the whole where the merged drafter is worse than the best slice's; the rest stays with the slices as a residual
+    consolidate: bool = False  # move rows to fewer slices where that makes none slower
 
 
 class Drafter(NamedTuple):
@@ -60,6 +63,7 @@ class LoanReport:
     mergers: int = 0
     recall_seconds: float = 0.0  # the longest time from a recall until the slice was back
     added_seconds: float = 0.0  # in which no row decoded: compiling before the first one, taking slices back and merging after the last one
+    moved_rows: int = 0  # that went to another slice
 
 
 @dataclasses.dataclass
@@ -109,6 +113,7 @@ class Lending:
         """A phase begins."""
         self.work, self.state, self.report = work, all_rolling_out(len(self.slices)), LoanReport()
         self._mixture = Mixture(drafter, self.settings.adaptive, work.held_out)
+        self._consolidation = Consolidation() if self.settings.consolidate else None
         self._started = self._clock()
 
     def prepare(self, batch: DraftBatch) -> None:
@@ -129,15 +134,18 @@ class Lending:
         self.report.added_seconds, self._started = now - self._started, now
 
     def turn(self, drivers: Sequence[RolloutDriver], queued: int) -> bool:
-        """One turn of the event loop: see what ended, lend and recall, start quanta. Whether anything moved."""
+        """One turn of the event loop: see what ended, move rows together, lend and recall, start quanta. Whether anything moved."""
         now = self._clock()
         ended = [number for number, loan in self._open.items() if loan.began is not None and not self.slices[number].in_quantum]
         for number in ended:
             self._end_quantum(number, now)
+        remaining = remaining_seconds(drivers, self.work.earlier_lengths, now - self._started)
+        if self._consolidation is not None:
+            self._consolidation.turn(drivers, queued, worth_it=remaining >= self.quantum_seconds)
+            self.report.moved_rows = self._consolidation.moved_rows
         readings = tuple(
             Reading(driver.active or len(driver.in_flight), bool(driver.in_flight), number in self._open and self._open[number].began is not None)
             for number, driver in enumerate(drivers))
-        remaining = remaining_seconds(drivers, self.work.earlier_lengths, now - self._started)
         seen = Observation(now, queued, False, remaining, self.quantum_seconds, readings)
         self.state, commands = decide(self.settings.loans, self.state, seen)
         self._obey(commands, now)

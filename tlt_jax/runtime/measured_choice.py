@@ -35,6 +35,7 @@ class MeasuredChoice:
 
     def __init__(self, settings: SelectorSettings):
         self.settings, self.state = settings, SelectorState()
+        self.costs: dict[tuple[int, Strategy], float] = {}  # measured seconds of one round, by number of rows and strategy
         self.dispatches: list[Dispatch] = []  # of the phase
         self.admissions: list[Admission] = []  # of the phase
         self._read = 0.0
@@ -67,6 +68,7 @@ class MeasuredChoice:
 
     def measured(self, costs: Mapping[tuple[int, Strategy], float]) -> None:
         """Seconds of one round by (rows, strategy)."""
+        self.costs.update(costs)
         for (rows, strategy), seconds in costs.items():
             self.state = with_cost(self.state, rows, strategy, seconds)
 

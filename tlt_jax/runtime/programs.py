@@ -78,11 +78,6 @@ class SlicePrograms:
         sizes = jax.tree.map(lambda leaf, place: math.prod(place.shard_shape(leaf.shape)) * leaf.dtype.itemsize, abstract, placement)
         return sum(jax.tree.leaves(sizes)) // rows
 
-    def free_bytes(self) -> int | None:
-        """Free memory of the slice's fullest device; None where the backend does not say (a CPU)."""
-        stats = [device.memory_stats() for device in self.mesh.devices.flat]
-        return None if None in stats else min(one["bytes_limit"] - one["bytes_in_use"] for one in stats)
-
     def serve(self, params: dict, drafter_params: dict | None) -> Weights:
         """The published parameters as this slice decodes with them: on one CPU device a copy that is not stacked, when it is small enough."""
         layers = params["layers"]
@@ -133,6 +128,21 @@ class SlicePrograms:
             return jax.jit(functools.partial(rollout.gather_rows, self._decoding), out_shardings=self._placement(rows, length))
 
         return self._program(("gather", state.active_B.shape[0], rows, length), build)(state, index_B, keep_B)
+
+    def put_rows(self, state: RowState, source: RowState, slots_A, texts) -> RowState:
+        """Rows that come from another slice in slots of this one's state."""
+        rows, length = state.active_B.shape[0], state.cache.slots
+
+        def build():
+            return jax.jit(functools.partial(rollout.put_rows, self._decoding), donate_argnums=(0,), out_shardings=self._placement(rows, length))
+
+        return self._program(("put_rows", rows, len(slots_A), length), build)(state, source, slots_A, texts)
+
+
+def free_bytes(mesh: Mesh) -> int | None:
+    """Free memory of the fullest device; None where the backend does not say (a CPU)."""
+    stats = [device.memory_stats() for device in mesh.devices.flat]
+    return None if None in stats else min(one["bytes_limit"] - one["bytes_in_use"] for one in stats)
 
 
 class LearnerPrograms:

@@ -1,5 +1,6 @@
 """Slots of a slice in another number: rows that move, and the programs of every number run once ahead of need."""
 
+import itertools
 import time
 from collections.abc import Callable, Mapping
 
@@ -20,11 +21,18 @@ def moved(programs: SlicePrograms, state, kept: list[int], rows: int):
     return programs.gather(state, *movement.to_device((index, keep), (whole, whole)))
 
 
-def compile_ahead(programs: SlicePrograms, state, plan: Mapping[int, tuple[Strategy, ...]], run: Callable, *, timed: bool) -> dict[tuple[int, Strategy], float]:
+def departing(programs: SlicePrograms, state, kept: list[int], rows: int):
+    """As `moved`, without what other rows of the slice wrote: what another slice takes in."""
+    state = moved(programs, state, kept, rows)
+    return state if state.draft is None else state.replace(draft=state.draft.replace(texts=None))
+
+
+def compile_ahead(programs: SlicePrograms, state, plan: Mapping[int, tuple[Strategy, ...]], run: Callable, *, timed: bool,
+                  join: Callable | None) -> dict[tuple[int, Strategy], float]:
     """Run every planned program once, since which numbers of rows a phase shrinks through depends on the answers: no later step compiles.
 
-    `run(state, strategy)` is one dispatch, → (state, emitted); on empty rows it ends at once. Returns the seconds of one round by (rows, strategy), empty
-    unless `timed`.
+    `run(state, strategy)` is one dispatch, → (state, emitted); on empty rows it ends at once. `join(state, source, requests, slots)` takes in rows of another
+    slice; None: none ever come. Returns the seconds of one round by (rows, strategy), empty unless `timed`.
     """
     larger, costs = [], {}
     for size in sorted(plan, reverse=True):
@@ -38,6 +46,11 @@ def compile_ahead(programs: SlicePrograms, state, plan: Mapping[int, tuple[Strat
                 costs[size, strategy] = (time.monotonic() - rehearsed) / max(int(movement.to_host(emitted.rounds)), 1)
                 empty = moved(programs, empty, [], size)
         larger.append(empty)
+    if join is not None:
+        for size, smaller in itertools.combinations_with_replacement(range(len(larger)), 2):
+            source = larger[smaller]
+            rows = source.active_B.shape[0]
+            join(moved(programs, source, [], larger[size].active_B.shape[0]), departing(programs, source, [], rows), [], [])
     return costs
 
 

@@ -14,7 +14,7 @@ from tlt_jax.decoding.rollout import PREFILL_ROWS
 from tlt_jax.records import SamplingParams
 from tlt_jax.runtime import admissions, resizing
 from tlt_jax.runtime.measured_choice import Choice, MeasuredChoice, Queued, queued_now
-from tlt_jax.runtime.programs import SlicePrograms, new_drafter
+from tlt_jax.runtime.programs import SlicePrograms, free_bytes, new_drafter
 from tlt_jax.scheduling import batching
 from tlt_jax.scheduling.compile_plan import compile_plan
 from tlt_jax.scheduling.peer_texts import AnswerHistory, PeerTexts, Place
@@ -39,6 +39,7 @@ class RolloutSettings:
     selector: SelectorSettings = SelectorSettings("fixed", ())  # how rounds are drafted; strategies need programs with a drafter
     compile_ahead: bool = False  # compile with the first rows what a phase may shrink to later: for runs of many phases
     max_programs: int = 24  # decode programs, counted over numbers of rows and strategies
+    consolidate: bool = False  # what is compiled ahead is timed, and so is compiled what moves rows to another slice
 
 
 class Lengths(NamedTuple):
@@ -107,7 +108,7 @@ def check_request(request: Request, lengths: Lengths) -> None:
 
 def slots_that_fit(programs: SlicePrograms, settings: RolloutSettings, length: int) -> int:
     """The configured slots, or as many as the cache's share of the free memory holds. Raises MemoryError when not one row fits."""
-    free = programs.free_bytes()
+    free = free_bytes(programs.mesh)
     if free is None:
         return settings.slots
     row, budget = programs.row_bytes(length), int(settings.memory_fraction * free)
@@ -128,6 +129,7 @@ class RolloutDriver:
         self.state = None
         self.rows: list[Row | None] = []
         self.in_flight: collections.deque[InFlight] = collections.deque()
+        self.draining = False  # nothing more is dispatched
         self.choice = MeasuredChoice(settings.selector)
         self._compiled: set[tuple[int, int]] = set()  # (rows, length) whose smaller sizes are compiled
 
@@ -144,11 +146,11 @@ class RolloutDriver:
         stops[: len(stop_ids)] = stop_ids
         self.sampling = movement.to_device(sampling, SamplingParams(whole, whole, whole, whole, whole))
         self.stop_ids = movement.to_device(stops, whole)
-        self.state, self.rows = None, []
+        self.state, self.rows, self.draining = None, [], False
         drafter = self.programs.drafter
-        self._texts = PeerTexts(drafter.segments, self._history) if drafter is not None and drafter.segments else None
+        texts = PeerTexts(drafter.segments, self._history) if drafter is not None and drafter.segments else None
         pieces = lengths.pieces(self.settings.prefill_tokens // PREFILL_ROWS)
-        self._entrance = admissions.Entrance(self.programs, pieces, self._texts, self.sampling, self.stop_ids)
+        self.entrance = admissions.Entrance(self.programs, pieces, texts, self.sampling, self.stop_ids)
         self.slots = slots_that_fit(self.programs, self.settings, self.length)
         self._plan = compile_plan(row_buckets(self.slots), self.settings.selector, self.settings.max_programs)
         self.choice.start()
@@ -173,11 +175,13 @@ class RolloutDriver:
             if not self.in_flight[0].finish.is_ready():
                 return finished
             finished = self._absorb(self.in_flight.popleft())
+        if self.draining:
+            return finished
         room = min(self.slots, allowance) - self.active
         if queue and room > 0 and (self.active == 0 or room >= min(len(queue), max(1, self.slots // 8))):
             self._admit([queue.popleft() for _ in range(min(room, len(queue)))])
         elif not queue and self.active:
-            self._fit(self.active)
+            self.fit(self.active)
         while self.active and len(self.in_flight) < IN_FLIGHT:
             self._advance()
         return finished
@@ -201,7 +205,7 @@ class RolloutDriver:
                 row.done = True
                 self.rows = [None if held is row else held for held in self.rows]
                 if row.place is not None:
-                    self._texts.leave(row.request, row.place, tuple(row.tokens))
+                    self.entrance.texts.leave(row.request, row.place, tuple(row.tokens))
                 finished.append(completion(row, int(finish[index]), self.version))
         if isinstance(flight.origin, Queued):
             self.choice.admitted(flight.origin)
@@ -213,29 +217,29 @@ class RolloutDriver:
         for request in requests:
             check_request(request, self.lengths)
         queued = queued_now()
-        self._fit(max(self.active + len(requests), len(self.rows)))
+        self.fit(max(self.active + len(requests), len(self.rows)))
         capacity = len(self.rows)
         groups = admissions.by_prompt(requests, [slot for slot, row in enumerate(self.rows) if row is None])
         entries = [entry for group in groups for entry in group]
-        places, texts = self._entrance.places([entry.request for entry in entries], self.state)
+        places, texts = self.entrance.places([entry.request for entry in entries], capacity, self.state)
         rows = [Row(entry.request, place) for entry, place in zip(entries, places, strict=True)]
         for entry, row in zip(entries, rows, strict=True):
             self.rows[entry.slot] = row
-        admission = admissions.admission(groups, capacity, self._entrance.pieces, texts)
-        self.state, sampled, finish = self._entrance.admit(self.params, self.state, admission)
+        admission = admissions.admission(groups, capacity, self.entrance.pieces, texts)
+        self.state, sampled, finish = self.entrance.admit(self.params, self.state, admission)
         rows += [None] * (capacity - len(rows))
         self.in_flight.append(InFlight(sampled.token_B, sampled.logprob_B, sampled.sampling_logprob_B, finish, rows, queued))
 
-    def _fit(self, needed: int) -> None:
+    def fit(self, needed: int) -> None:
         """Bring the number of slots to the bucket that holds `needed` rows; active rows move to the front."""
         bucket = row_bucket(needed, self.slots)
         if self.state is None:
             self.state, self.rows = self.programs.init_state(bucket, self.length), [None] * bucket
             if self.settings.compile_ahead and (bucket, self.length) not in self._compiled:
-                self.state = self._entrance.compile_ahead(self.params, self.state)
+                self.state = self.entrance.compile_ahead(self.params, self.state)
                 plan = {size: strategies for size, strategies in self._plan.items() if size <= bucket}
-                costs = resizing.compile_ahead(self.programs, self.state, plan, self._run, timed=self.settings.selector.kind != "fixed")
-                self.choice.measured(costs)
+                timed, join = self.settings.selector.kind != "fixed" or self.settings.consolidate, self.entrance.join if self.settings.consolidate else None
+                self.choice.measured(resizing.compile_ahead(self.programs, self.state, plan, self._run, timed=timed, join=join))
                 self._compiled.add((bucket, self.length))
         if bucket == len(self.rows):
             return

@@ -66,6 +66,10 @@ class PeerTexts:
             earlier.append((Place(self._free[-1], self._groups[prompt]), text))
         return places, earlier
 
+    def move_away(self, place: Place) -> None:
+        """A row goes on in another slice, and takes its text with it."""
+        self._free.append(place.segment)
+
     def leave(self, request: Request, place: Place, tokens: tuple[int, ...]) -> None:
         """A row has finished."""
         self._free.append(place.segment)

@@ -37,6 +37,17 @@ def to_host(tree):
     return jax.device_get(jax.tree.map(get, tree))
 
 
+def to_slice(tree, mesh: Mesh, other: Mesh):
+    """Arrays that lie on the slice `mesh` as arrays on another slice of the same shape, from device to device: nothing passes through the host."""
+    counterpart = dict(zip(mesh.devices.flat, other.devices.flat, strict=True))
+
+    def put(array: jax.Array) -> jax.Array:
+        shards = [jax.device_put(shard.data, counterpart[shard.device]) for shard in array.addressable_shards]
+        return jax.make_array_from_single_device_arrays(array.shape, NamedSharding(other, array.sharding.spec), shards)
+
+    return jax.tree.map(put, tree)
+
+
 def publish_shardings(meshes: Meshes, params):
     """Target of the reshard: every slice holds all parameters, sharded by tensor inside the slice."""
 

@@ -189,12 +189,17 @@ def make_drivers(config: Config, spec: PolicySpec, meshes: Meshes, *, compile_ah
     settings = RolloutSettings(
         slots=rollout.slots, rounds_per_dispatch=rollout.rounds_per_dispatch, memory_fraction=rollout.memory_fraction,
         prefill_tokens=prefill_tokens(config), compile_ahead=compile_ahead or config.speculative.selector != "fixed", selector=selector_settings(config),
-        max_programs=rollout.max_programs)
+        max_programs=rollout.max_programs, consolidate=compile_ahead and rollout.consolidate_tail and lends_slices(config, len(meshes.slices)))
 
     ring = config.drafter.catchup_window
     programs = [SlicePrograms(spec, mesh, dtype, block=cache_block(), drafter=drafter, ring=ring) for mesh in meshes.slices]
     history = AnswerHistory(config.drafter.lookup_history)
     return [RolloutDriver(one, settings, params, history) for one in programs]
+
+
+def lends_slices(config: Config, slices: int) -> bool:
+    """Whether slices without rows are lent to the drafter's training; one slice alone has rows until the rollout is over."""
+    return slices > 1 and config.drafter.quanta_per_step > 0 and not config.drafter.freeze
 
 
 def selector_settings(config: Config) -> SelectorSettings:

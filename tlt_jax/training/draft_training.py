@@ -28,6 +28,7 @@ from tlt_jax.scheduling.slices import LoanSettings
 from tlt_jax.sharding import movement, processes
 from tlt_jax.sharding.rules import batch_rows_multiple, replicated
 from tlt_jax.strategies import Completion
+from tlt_jax.training import build
 from tlt_jax.training.drafting import load_params
 from tlt_jax.training.experience import Packing, Trajectory, pack, packing_for
 from tlt_jax.training.session import Session
@@ -68,7 +69,7 @@ class DraftTraining:
         self.teacher, self.packing, self.counts = Teacher(mesh, drafter, None), draft_packing(session), DraftCounts()
         self.texts, self.residuals = TextBuffer(config.drafter.buffer_bytes, config.drafter.long_share), {}
         self.held_back, self.lending = [], None
-        if len(self.drivers) > 1 and not config.drafter.freeze:  # one slice has rows until the rollout is over
+        if build.lends_slices(config, len(self.drivers)):
             slices = [BorrowedSlice(local, drafter, draft_loss(config), optimizer, params) for local in session.meshes.slices]
             self.lending = Lending(lending_settings(config), slices)
         self._slice_ids, self._slices = session.meshes.slice_ids, len(session.meshes.publish.devices)
@@ -252,7 +253,8 @@ def fingerprint(tree) -> int:
 def lending_settings(config: Config) -> LendingSettings:
     """The config's rules of loans."""
     scheduler, drafter = config.scheduler, config.drafter
-    return LendingSettings(LoanSettings(scheduler.idle_utilization, scheduler.idle_seconds), drafter.sync_every, drafter.aggregation == "residual")
+    loans = LoanSettings(scheduler.idle_utilization, scheduler.idle_seconds)
+    return LendingSettings(loans, drafter.sync_every, drafter.aggregation == "residual", config.rollout.consolidate_tail)
 
 
 def unfilled(packed: PackedBatch) -> DraftBatch:

@@ -102,7 +102,8 @@ def of_loans(report: LoanReport | None, spans: Sequence[Span], slices: int, timi
         "scheduler/loans": report.loans, "scheduler/lent_seconds": report.lent_seconds,
         "scheduler/distilling_seconds": sum(span.end - span.start for span in report.spans if span.kind == "distilling"),
         "scheduler/quanta": report.trained, "scheduler/skipped_quanta": report.skipped, "scheduler/mergers": report.mergers,
-        "scheduler/recall_seconds": report.recall_seconds, "scheduler/added_seconds": report.added_seconds + timing.seconds["distill"]
+        "scheduler/recall_seconds": report.recall_seconds, "scheduler/added_seconds": report.added_seconds + timing.seconds["distill"],
+        "scheduler/moved_rows": report.moved_rows
     } | timeline.loan_metrics(timeline.with_idle(spans, slices, *window))
 
 

@@ -208,6 +208,8 @@ def _rollout() -> dict:
         "rounds_per_dispatch": (16, "decoding rounds in one device call", FROM_1),
         "prefill_tokens": (0, "prompt tokens in one forward; 0 = 192 on a CPU, 1024 elsewhere", FROM_0),
         "max_programs": (24, "decode programs that a slice compiles, over numbers of rows and strategies; plain decoding is never left out", FROM_1),
+        "consolidate_tail": (
+            False, "train, slices lent to the drafter's training: move the last rows to fewer slices where measured rounds say that none gets slower"),
         "memory_fraction": (0.6, "share of the free device memory that the KV cache may take", (0.01, 1.0)),
     }
 

@@ -237,6 +237,10 @@ def _speculative_problems(config) -> list[str]:
             drafter.quanta_per_step > 0 and method not in ("eagle", "eagle3"),
             f"drafter.quanta_per_step: a drafter of speculative.method={method} has no weights to train; set it to eagle or eagle3",
         ),
+        (
+            config.rollout.consolidate_tail and not drafter.quanta_per_step,
+            "rollout.consolidate_tail=True frees slices for a drafter that learns: set drafter.quanta_per_step, too",
+        ),
         (drafter.freeze and not drafter.quanta_per_step, "drafter.freeze=True is the control of a drafter that learns: set drafter.quanta_per_step, too"),
     )
 
