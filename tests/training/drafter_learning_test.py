@@ -12,12 +12,14 @@ from tlt_jax.checkpoints.tensor_layout import flatten
 from tlt_jax.training.draft_training import fingerprint
 
 OPTIONS = (
-    "stages.order=rl", "stages.rl.steps=4", "speculative.method=eagle", "speculative.strategies=2_1_2", "distill.tokens_per_update=128", "distill.lr=0.01",
-    "distill.unroll=2", "evaluation.every_steps=0", "evaluation.before=false")
+    "stages.order=rl", "stages.rl.steps=6", "checkpoint.every_steps=3", "speculative.method=eagle", "speculative.strategies=2_1_2",
+    "distill.tokens_per_update=128", "distill.lr=0.01", "distill.unroll=2", "evaluation.every_steps=0", "evaluation.before=false")
 LEARNING = (*OPTIONS, "drafter.quanta_per_step=4")
 
 
-SLICED = ("mesh.train.fsdp=1", "mesh.train.data=-1", "mesh.rollout_slices=4", "batch.tokens_per_microbatch=512", "distill.tokens_per_update=256")
+SLICED = (
+    "stages.rl.steps=4", "checkpoint.every_steps=2", "mesh.train.fsdp=1", "mesh.train.data=-1", "mesh.rollout_slices=4", "batch.tokens_per_microbatch=512",
+    "distill.tokens_per_update=256")
 
 # Before the runs of one process: a job may be stopped by SIGTERM when its nth quantum has begun (each slice runs two to be
 # compiled and timed), mergers keep half back as residuals, and every phase says with
@@ -61,12 +63,12 @@ def sliced(tmp_path_factory, request):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The same RL run with a drafter that learns, is frozen, or is only used; and one that learns, stopped after step 2 and continued."""
+    """The same RL run with a drafter that learns, is frozen, or is only used; and one that learns, stopped after step 3 and continued."""
     place = Place(tmp_path_factory.mktemp("drafter"))
     parts = place.arguments("parts", *LEARNING)
     place.said = place.jobs(
         (place.arguments("straight", *LEARNING), None), (place.arguments("frozen", *LEARNING, "drafter.freeze=true"), None),
-        (place.arguments("used", *OPTIONS), None), (parts, ["rl", 2]), (place.arguments("parts", *OPTIONS), None), (parts, None),
+        (place.arguments("used", *OPTIONS), None), (parts, ["rl", 3]), (place.arguments("parts", *OPTIONS), None), (parts, None),
         (place.arguments("worse", *LEARNING, "distill.lr=1000"), None))
     return place
 
@@ -95,10 +97,10 @@ def test_learning_changes_no_token_no_reward_and_no_parameter_of_the_policy(runs
 
 def test_a_drafter_that_learns_is_accepted_more_often_and_a_frozen_one_stays_as_it_was(runs):
     learned = measured(runs, "straight", "acceptance_0")
-    assert len(learned) == 4 and learned[-1] > learned[0]
-    assert measured(runs, "straight", "quanta") == [4, 8, 12, 16] and measured(runs, "straight", "version")[-1] > 0
-    assert measured(runs, "frozen", "quanta") == measured(runs, "frozen", "version") == [0] * 4
-    start, now = (drafter_of(runs.checkpoint("frozen", step)[0]) for step in (2, 4))
+    assert len(learned) == 6 and learned[-1] > learned[0]
+    assert measured(runs, "straight", "quanta") == [4, 8, 12, 16, 20, 24] and measured(runs, "straight", "version")[-1] > 0
+    assert measured(runs, "frozen", "quanta") == measured(runs, "frozen", "version") == [0] * 6
+    start, now = (drafter_of(runs.checkpoint("frozen", step)[0]) for step in (3, 6))
     assert start == now != {}
     assert measured(runs, "used", "acceptance_0") == []
 
@@ -114,7 +116,7 @@ def test_what_a_drafter_has_learned_is_not_dropped_silently(runs):
 
 
 def test_a_drafter_that_got_worse_is_rolled_back_and_counted(runs):
-    assert measured(runs, "worse", "rolled_back") == [1, 2, 3, 4] and measured(runs, "worse", "version") == [0] * 4
+    assert measured(runs, "worse", "rolled_back") == [1, 2, 3, 4, 5, 6] and measured(runs, "worse", "version") == [0] * 6
     kept, frozen = (drafter_of(runs.checkpoint(workdir)[0]) for workdir in ("worse", "frozen"))
     assert kept == frozen != {}
 
@@ -123,7 +125,7 @@ def test_the_drafter_of_a_run_is_exported_as_it_drafted(runs, tmp_path):
     workdir = runs.folder / "straight"
     assert export.main([f"--workdir={workdir}", f"--output={tmp_path / 'out'}", "--what=drafter"]) == 0
     spec, _ = read_run_model(workdir)
-    trained, written = flatten(load_run_drafter(workdir, 4).params), flatten(load_drafter(tmp_path / "out", spec).params)
+    trained, written = flatten(load_run_drafter(workdir, 6).params), flatten(load_drafter(tmp_path / "out", spec).params)
     assert {path: leaf.tobytes() for path, leaf in trained.items()} == {path: leaf.tobytes() for path, leaf in written.items()} != {}
 
 
