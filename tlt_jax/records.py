@@ -48,6 +48,7 @@ class Emitted:
     forwards_B: jax.Array  # int32, rounds in which the row decoded
     finish_B: jax.Array  # int32, one of the FINISH_* codes of strategies.py
     rounds: jax.Array  # int32 scalar, rounds that ran
+    features_BRF: jax.Array | None = None  # where features are streamed: column j is of the position before the jth token
 
 
 @flax.struct.dataclass

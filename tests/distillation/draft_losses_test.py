@@ -20,7 +20,7 @@ from tlt_jax.models import kv_cache
 from tlt_jax.models.decoder import abstract_params
 from tlt_jax.models.specs import PolicySpec, RopeSpec
 from tlt_jax.strategies import Strategy
-from tlt_jax.training.draft_training import unfilled
+from tlt_jax.training.draft_texts import unfilled
 from tlt_jax.training.experience import Packing, Trajectory, pack
 
 SPEC = PolicySpec(

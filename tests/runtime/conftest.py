@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from tlt_jax.decoding.rounds import Ring
 from tlt_jax.decoding.sampling import make_sampling
 from tlt_jax.drafters.drafter import Drafter
 from tlt_jax.models.decoder import abstract_params
@@ -65,7 +66,7 @@ class Engine:
 
     def __init__(self, layout: Layout):
         self.meshes = build_meshes((layout.devices, 1, 1), layout.slices, layout.tensor)
-        self.programs = [SlicePrograms(SPEC, mesh, "float32", block=16, drafter=layout.drafter, ring=layout.ring) for mesh in self.meshes.slices]
+        self.programs = [SlicePrograms(SPEC, mesh, "float32", block=16, drafter=layout.drafter, ring=Ring(layout.ring)) for mesh in self.meshes.slices]
         params = random_params()
         self.params = movement.to_device(params, rules.param_shardings(self.meshes.train, params))
         self.publisher = Publisher(self.meshes, self.params, "float32")

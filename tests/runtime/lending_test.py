@@ -140,7 +140,7 @@ def test_the_time_that_loans_take_before_the_first_row_and_after_the_last_one_is
     drivers = [Driver(clock), Driver(clock)]
     lending = Lending(SETTINGS, [Slice(clock, driver) for driver in drivers], clock)
     lending.start(Drafter(State({"x": np.float32(0)}, {}), {}), Work([{}] * 2, object, None, []))
-    lending.prepare(object())
+    lending.prepare(object(), object())
     both = 2 * QUANTUM  # the first one compiles
     assert lending.report.spans == [Span(0, "compile", 0, both), Span(1, "compile", both, 2 * both)]
     assert lending.report.added_seconds == 2 * both and lending.report.trained == 0

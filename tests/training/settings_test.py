@@ -75,6 +75,11 @@ def test_none_and_true_are_no_values_of_a_typed_key():
         ({"drafter__truncated_layers": 2}, "drafter.truncated_layers is not read by speculative.method=off"),
         ({"drafter__quanta_per_step": 2, "speculative__method": "prompt_lookup"}, "has no weights to train"),
         ({"drafter__freeze": True}, "drafter.freeze=True is the control of a drafter that learns"),
+        ({"drafter__features": "old_logprobs"}, "drafter.features=old_logprobs is read by a drafter that learns"),
+        (
+            {"drafter__features": "old_logprobs", "drafter__quanta_per_step": 2, "speculative__method": "eagle"},
+            "drafter.features=old_logprobs keeps those of the pass for old log-probs, which this run does not need",
+        ),
         ({"drafter__draft_vocab_size": 8, "speculative__method": "eagle", "drafter__path": "d"}, "a drafter.path brings its own"),
         ({"stages__order": ("pretrain", "rl")}, "stages.order=pretrain is not built"),
         ({"stages__order": ("rl", "sft")}, "each once and in this order"),

@@ -53,7 +53,7 @@ def init_state(decoding: Decoding, slots: Slots, dtype) -> RowState:
     cache = kv_cache.init_cache(decoding.spec, rows, slots.length, dtype, block=slots.block)
     draft = None
     if drafter is not None:
-        ring = jnp.zeros((rows, slots.ring, drafter.features), dtype) if drafter.features else None
+        ring = jnp.zeros((rows, slots.ring, decoding.ring_width), dtype) if drafter.features else None
         draft = DraftState(
             jnp.zeros((rows, cache.slots), jnp.int32), ring, jnp.zeros((rows,), jnp.int32), drafter.init_state(rows, cache.slots, dtype, slots.block),
             shared_texts.init_texts(drafter.segments, rows, cache.slots))
@@ -88,7 +88,7 @@ def prefill(decoding: Decoding, params: dict, tokens_QIT: jax.Array, lengths_Q: 
             ring, position = ring_QWF.shape[1], piece * width + jnp.arange(width)[None, :]
             last = (position < lengths_Q[:, None]) & (position >= lengths_Q[:, None] - ring)
             ring_QWF = ring_QWF.at[jnp.arange(prompts)[:, None], jnp.where(last, position % ring, ring)].set(
-                features(drafter, out).astype(ring_QWF.dtype), mode="drop")
+                features(decoding, out).astype(ring_QWF.dtype), mode="drop")
         return piece + 1, Prefilled(out.cache.replace(lengths_B=jnp.minimum(lengths_Q, (piece + 1) * width)), ring_QWF, last_QD)
 
     start = into._replace(cache=into.cache.replace(lengths_B=jnp.zeros((prompts,), jnp.int32)), last_QD=jnp.zeros_like(into.last_QD))
@@ -183,7 +183,18 @@ def advance(decoding: Decoding, weights: Weights, state: RowState, sampling: Sam
             sampling_logprobs_BR=put(emitted.sampling_logprobs_BR, new.sampling_logprobs_BJ), count_B=emitted.count_B + new.count_B,
             forwards_B=emitted.forwards_B + state.active_B, finish_B=jnp.maximum(emitted.finish_B, new.finish_B), rounds=emitted.rounds + 1)
 
-    return jax.lax.while_loop(lambda carry: (carry[1].rounds < rounds) & jnp.any(carry[0].active_B), step, (state, empty))
+    start_B = state.cache.lengths_B
+    state, emitted = jax.lax.while_loop(lambda carry: (carry[1].rounds < rounds) & jnp.any(carry[0].active_B), step, (state, empty))
+    if not decoding.streams:
+        return state, emitted
+    # Rows that ended stay in the ring until their slot is filled again.
+    window, column_BR = state.draft.ring_BWF.shape[1], start_B[:, None] + jnp.arange(columns)[None, :]
+    return state, emitted.replace(features_BRF=state.draft.ring_BWF[row_B1, column_BR % window])
+
+
+def prompt_features(positions: int, state: RowState, slots_A: jax.Array) -> jax.Array:
+    """[A, positions, F] of what has just been admitted, from position 0; unspecified behind a prompt and for slots at or past the number of rows."""
+    return state.draft.ring_BWF[:, :positions].at[slots_A].get(mode="clip")
 
 
 def gather_rows(decoding: Decoding, state: RowState, index_B: jax.Array, keep_B: jax.Array) -> RowState:

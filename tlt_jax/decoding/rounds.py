@@ -48,6 +48,16 @@ class RowState:
     draft: DraftState | None = None  # None: no drafter
 
 
+class Ring(NamedTuple):
+    """The ring of features of each row."""
+
+    columns: int = 512
+    streams: bool = False  # what is new in it leaves with every dispatch; it then holds the final feature, too, where the drafter reads others
+
+
+RING = Ring()
+
+
 class Decoding(NamedTuple):
     """What a decode program is compiled for."""
 
@@ -55,11 +65,19 @@ class Decoding(NamedTuple):
     drafter: Drafter | None = None
     strategy: Strategy = OFF
     rounds: int = 1  # most rounds in one dispatch
+    streams: bool = False  # as in `Ring`
 
     @property
     def width(self) -> int:
         """Tokens that one round emits at most (J)."""
         return self.strategy.depth + 1
+
+    @property
+    def ring_width(self) -> int:
+        """Numbers that the ring holds of a position; 0 = there is none."""
+        if self.drafter is None:
+            return 0
+        return self.drafter.features + self.spec.hidden_size * (self.streams and bool(self.drafter.capture_layers))
 
 
 class Weights(NamedTuple):
@@ -79,9 +97,11 @@ class Round(NamedTuple):
     finish_B: jax.Array
 
 
-def features(drafter: Drafter, out: DecoderOutput) -> jax.Array:
-    """[B, T, F]: what the drafter reads of a forward."""
-    return out.aux_features_BTF if drafter.capture_layers else out.features_BTD
+def features(decoding: Decoding, out: DecoderOutput) -> jax.Array:
+    """[B, T, F]: what the ring holds of a forward; what the drafter reads comes first."""
+    if not decoding.drafter.capture_layers:
+        return out.features_BTD
+    return jnp.concatenate([out.aux_features_BTF, out.features_BTD], axis=-1) if decoding.streams else out.aux_features_BTF
 
 
 def plain_round(decoding: Decoding, weights: Weights, state: RowState, sampling: SamplingParams, stop_ids_Z: jax.Array) -> tuple[RowState, Round]:
@@ -98,7 +118,7 @@ def plain_round(decoding: Decoding, weights: Weights, state: RowState, sampling:
         sampled.token_B[:, None], sampled.logprob_B[:, None], sampled.sampling_logprob_B[:, None], state.active_B.astype(jnp.int32), finish_B)
     draft = state.draft
     if draft is not None:
-        draft = remember(draft, lengths_B, emitted, features(drafter, out) if drafter.features else None)
+        draft = remember(draft, lengths_B, emitted, features(decoding, out) if drafter.features else None)
     return _commit(state, out.cache, emitted, sampled.token_B, draft), emitted
 
 
@@ -135,7 +155,7 @@ def catch_up(drafter: Drafter, weights: Weights, draft: DraftState, lengths_B: j
         position_BT = draft.reach_B[:, None] + jnp.arange(width)[None, :]
         count_B = jnp.clip(lengths_B - draft.reach_B, 0, width)
         next_tokens_BT = jnp.take_along_axis(draft.tokens_BS, jnp.minimum(position_BT + 1, draft.tokens_BS.shape[1] - 1), axis=1)
-        new = Window(next_tokens_BT, draft.ring_BWF[row_B1, position_BT % window], draft.reach_B, count_B)
+        new = Window(next_tokens_BT, draft.ring_BWF[row_B1, position_BT % window][..., : drafter.features], draft.reach_B, count_B)
         own = drafter.extend(weights.drafter, weights.policy, draft.own, new)
         return draft.replace(reach_B=draft.reach_B + count_B, own=own)
 
@@ -170,7 +190,7 @@ def speculative_round(decoding: Decoding, weights: Weights, state: RowState, sam
     count_B, finish_B = jnp.where(state.active_B, kept.count_B, 0), jnp.where(state.active_B, kept.finish_B, FINISH_RUNNING)
     emitted = Round(tokens_BJ, along(drawn.logprob_B), along(drawn.sampling_logprob_B), count_B, finish_B)
     cache = out.cache if strategy.branching == 1 else kv_cache.compact(out.cache, path_BJ, count_B)
-    features_BJF = jnp.take_along_axis(features(drafter, out), path_BJ[:, :, None], axis=1) if drafter.features else None
+    features_BJF = jnp.take_along_axis(features(decoding, out), path_BJ[:, :, None], axis=1) if drafter.features else None
     last_token_B = jnp.take_along_axis(tokens_BJ, jnp.maximum(count_B - 1, 0)[:, None], axis=1)[:, 0]
     return _commit(state, cache, emitted, last_token_B, remember(draft, lengths_B, emitted, features_BJF)), emitted
 

@@ -49,7 +49,8 @@ def _compare(drafter: FeatureDrafter, params: dict, frozen: Frozen, pair: tuple[
     """Per slot: cross-entropy, Σ min(p, q) and whether the best tokens agree."""
     hidden_BTD, target_BTD = pair
     drafted = jax.nn.log_softmax(scale_logits(drafter.training_logits(params, frozen.head_DE, hidden_BTD), temperature), axis=-1)
-    wanted = scale_logits(jnp.einsum("btd,de->bte", target_BTD, frozen.head_DE, preferred_element_type=jnp.float32), temperature)
+    teacher_DE = frozen.head_DE if frozen.target_DE is None else frozen.target_DE
+    wanted = scale_logits(jnp.einsum("btd,de->bte", target_BTD, teacher_DE, preferred_element_type=jnp.float32), temperature)
     policy = jax.nn.softmax(wanted, axis=-1)
     overlap = jnp.sum(jnp.minimum(policy, jnp.exp(drafted)), axis=-1)
     return -jnp.sum(policy * drafted, axis=-1), overlap, (jnp.argmax(wanted, -1) == jnp.argmax(drafted, -1)).astype(jnp.float32)

@@ -3,6 +3,8 @@
 Slot t holds the feature of position t and the token t + 1; unroll step s of it predicts token t + 2 + s. A pair never crosses the end of a text.
 """
 
+from typing import NamedTuple
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -30,6 +32,17 @@ class Frozen:
 
     embedding_VD: jax.Array
     head_DE: jax.Array
+    target_DE: jax.Array | None = None  # those of the older policy that made the features; None: this one made them
+
+
+class Lesson(NamedTuple):
+    """What an update of a drafter reads.
+
+    `final_BTD` says what an older policy would have said next only through that policy's own head: the newer head would give the distribution of neither.
+    """
+
+    batch: DraftBatch
+    head_DE: jax.Array | None = None  # of the policy that made the batch's features, for the draft tokens; None: they are still to be made
 
 
 def teach(spec: PolicySpec, capture_layers: tuple[int, ...], params: dict, batch: DraftBatch) -> tuple[jax.Array, jax.Array]:
@@ -44,11 +57,17 @@ def frozen_part(drafter: FeatureDrafter, policy_params: dict, ids_E: jax.Array |
     return Frozen(policy_params["embed"]["embedding"], policy_head(drafter.spec, policy_params, ids_E))
 
 
-def taught(drafter: FeatureDrafter, policy_params: dict, ids_E: jax.Array | None, batch: DraftBatch) -> tuple[Frozen, DraftBatch]:
-    """What a drafter's loss reads: the policy's part, and the batch with the policy's features, in float32 whatever the policy computes in."""
-    features_BTF, final_BTD = teach(drafter.spec, drafter.capture_layers, policy_params, batch)
-    frozen = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), frozen_part(drafter, policy_params, ids_E))
-    return frozen, batch.replace(features_BTF=features_BTF.astype(jnp.float32), final_BTD=final_BTD.astype(jnp.float32))
+def taught(drafter: FeatureDrafter, policy_params: dict, ids_E: jax.Array | None, lesson: Lesson) -> tuple[Frozen, DraftBatch]:
+    """What a drafter's loss reads: the policy's part, and the batch with its features, made here where the lesson brings none.
+
+    In float32 whatever the policy computes in.
+    """
+    batch = lesson.batch
+    if lesson.head_DE is None:
+        features_BTF, final_BTD = teach(drafter.spec, drafter.capture_layers, policy_params, batch)
+        batch = batch.replace(features_BTF=features_BTF.astype(jnp.float32), final_BTD=final_BTD.astype(jnp.float32))
+    frozen = frozen_part(drafter, policy_params, ids_E).replace(target_DE=lesson.head_DE)
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), frozen), batch
 
 
 def shifted(values_BT: jax.Array, by: int) -> jax.Array:

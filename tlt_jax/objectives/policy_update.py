@@ -13,6 +13,7 @@ import optax
 from tlt_jax.logprobs import chunked_token_logprobs, linear_head
 from tlt_jax.masked import WeightedMean
 from tlt_jax.models import decoder
+from tlt_jax.models.decoder import DecoderOutput
 from tlt_jax.models.specs import PolicySpec
 from tlt_jax.objectives import losses
 from tlt_jax.objectives.losses import LossSettings
@@ -53,13 +54,21 @@ class PolicyObjective:
                 "of its own")
 
 
+def _trunk(run: Pass, params: dict, batch: PackedBatch, capture_layers: tuple[int, ...] = ()) -> DecoderOutput:
+    compute = jax.tree.map(lambda leaf: leaf.astype(run.compute_dtype), {name: params[name] for name in ("embed", "layers", "final_norm")})
+    return decoder.forward(
+        run.spec, compute, batch.tokens_BT, positions_BT=batch.positions_BT, segments_BT=batch.segments_BT, capture_layers=capture_layers,
+        compute_logits=False, remat=run.remat)
+
+
+def _before_targets(features_BTD: jax.Array, batch: PackedBatch) -> jax.Array:
+    before_BM = jnp.clip(batch.targets_BM - 1, 0, batch.tokens_BT.shape[1] - 1)
+    return jnp.take_along_axis(features_BTD, before_BM[..., None], axis=1)
+
+
 def response_features(run: Pass, params: dict, batch: PackedBatch) -> jax.Array:
     """Features [B, M, D] that predict the response tokens at columns `batch.targets_BM` (the column before each)."""
-    compute = jax.tree.map(lambda leaf: leaf.astype(run.compute_dtype), {name: params[name] for name in ("embed", "layers", "final_norm")})
-    out = decoder.forward(
-        run.spec, compute, batch.tokens_BT, positions_BT=batch.positions_BT, segments_BT=batch.segments_BT, compute_logits=False, remat=run.remat)
-    before_BM = jnp.clip(batch.targets_BM - 1, 0, batch.tokens_BT.shape[1] - 1)
-    return jnp.take_along_axis(out.features_BTD, before_BM[..., None], axis=1)
+    return _before_targets(_trunk(run, params, batch).features_BTD, batch)
 
 
 def on_columns(values_BM: jax.Array, batch: PackedBatch) -> jax.Array:
@@ -83,6 +92,13 @@ def features_logprobs(run: Pass, params: dict, features_BMD: jax.Array, batch: P
 def score_logprobs(run: Pass, params: dict, batch: PackedBatch) -> jax.Array:
     """Log-probabilities of the response tokens [B, T] under `params` (old and reference passes)."""
     return features_logprobs(run, params, response_features(run, params, batch), batch, with_entropy=False)[0]
+
+
+def score_and_features(run: Pass, capture_layers: tuple[int, ...], params: dict, batch: PackedBatch) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+    """(`score_logprobs`, what enters `capture_layers` [B, T, F], None without layers, features [B, T, D] before the head) of one forward."""
+    out = _trunk(run, params, batch, capture_layers)
+    logprobs_BT, _ = features_logprobs(run, params, _before_targets(out.features_BTD, batch), batch, with_entropy=False)
+    return logprobs_BT, out.aux_features_BTF, out.features_BTD
 
 
 def features_values(head: dict, features_BMD: jax.Array, batch: PackedBatch) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Distilling the policy into a drafter: on the train mesh, where the features of packed text are made once, and on a slice that is lent.
+"""Distilling the policy into a drafter: on the train mesh, and on a slice that is lent.
 
 The policy's arrays are read and never donated; its parameters are not in the tree that is trained.
 """
@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from tlt_jax.distillation.aggregation import State, Trained
 from tlt_jax.distillation.draft_losses import DraftLoss, draft_objective
-from tlt_jax.distillation.pairs import DraftBatch, Frozen
+from tlt_jax.distillation.pairs import DraftBatch, Frozen, Lesson
 from tlt_jax.drafters.feature_drafter import FeatureDrafter
 from tlt_jax.runtime.policy_driver import Learner, place_batch
 from tlt_jax.runtime.programs import LearnerPrograms, QuantumPrograms, evaluate_program, teach_program
@@ -51,6 +51,16 @@ class DraftLearner(Learner):
         """The frozen part of the policy beside the micro-batch."""
         return self.frozen, super().placed(batch)
 
+    def learn(self, lesson: Lesson, teacher: "Teacher") -> None:
+        """One update, on features that the teacher makes where the lesson brings none."""
+        if lesson.head_DE is None:
+            self.update([teacher.fill(lesson.batch)])
+            return
+        frozen = self.frozen
+        self.frozen = frozen.replace(target_DE=movement.to_device(lesson.head_DE, rules.replicated(self.programs.mesh)))
+        self.update([lesson.batch])
+        self.frozen = frozen
+
     def evaluate(self, batches: Sequence[DraftBatch], params: dict | None = None) -> dict[str, float]:
         """The objective's metrics over batches, without an update; of other parameters where `params`, on the train mesh, is given."""
         totals = None
@@ -61,7 +71,7 @@ class DraftLearner(Learner):
 
 
 class Teacher:
-    """The policy as the source of features."""
+    """The policy as what makes features."""
 
     def __init__(self, mesh, drafter: FeatureDrafter, params: dict | None):
         self.mesh, self.params = mesh, params
@@ -75,7 +85,8 @@ class Teacher:
 
 
 class BorrowedSlice:
-    """A drafter in training on one lent slice, a quantum at a time: an update on one batch of texts, with features of the policy that the slice serves.
+    """A drafter in training on one lent slice, a quantum at a time: an update on one batch of texts, whose features the policy that the slice serves makes
+    where the batch comes without.
 
     Nothing waits for the device but `wait`, `measure` and `trained`.
     """
@@ -92,9 +103,11 @@ class BorrowedSlice:
         self._params = movement.to_device(state.params, self.programs.params_placement)
         self._opt_state = movement.to_device(state.opt_state, self.programs.state_placement)
 
-    def begin(self, batch: DraftBatch) -> None:
-        """Start a quantum on a batch of numpy arrays without features."""
-        placed = place_batch(self.programs.mesh, batch)
+    def begin(self, lesson: Lesson) -> None:
+        """Start a quantum on numpy arrays."""
+        mesh = self.programs.mesh
+        head = None if lesson.head_DE is None else movement.to_device(lesson.head_DE, rules.replicated(mesh))
+        placed = Lesson(place_batch(mesh, lesson.batch), head)
         self._params, self._opt_state, self._running = self.programs.update(self._params, self._opt_state, self.policy, self._ids, placed)
 
     @property
@@ -109,7 +122,7 @@ class BorrowedSlice:
             self.quanta, self.skipped, self._running = self.quanta + 1 - skipped, self.skipped + skipped, None
 
     def measure(self, params: dict, batch: DraftBatch) -> float:
-        """1 - TV at the first draft level over a batch, with drafter parameters given as host arrays."""
+        """1 - TV at the first draft level over a batch without features, with drafter parameters given as host arrays."""
         placed = movement.to_device(params, self.programs.params_placement)
         metrics = self.programs.measure(placed, self.policy, self._ids, place_batch(self.programs.mesh, batch))
         return float(movement.to_host(metrics[ACCEPTANCE].value))

@@ -14,7 +14,7 @@ import jax
 
 from tlt_jax.distillation import aggregation
 from tlt_jax.distillation.aggregation import State, Trained
-from tlt_jax.distillation.pairs import DraftBatch
+from tlt_jax.distillation.pairs import DraftBatch, Lesson
 from tlt_jax.runtime.consolidation import Consolidation
 from tlt_jax.runtime.draft_driver import BorrowedSlice
 from tlt_jax.runtime.rollout_driver import RolloutDriver
@@ -46,8 +46,8 @@ class Work(NamedTuple):
     """What the loans of a phase train with."""
 
     policies: Sequence[dict]  # as they lie on the slices
-    next_batch: Callable[[], DraftBatch | None]  # without features; None: there is nothing to learn from yet
-    held_out: DraftBatch | None
+    next_lesson: Callable[[], Lesson | None]  # None: there is nothing to learn from yet
+    held_out: DraftBatch | None  # without features
     earlier_lengths: Sequence[int]  # of answers, sorted
 
 
@@ -116,16 +116,16 @@ class Lending:
         self._consolidation = Consolidation() if self.settings.consolidate else None
         self._started = self._clock()
 
-    def prepare(self, batch: DraftBatch) -> None:
-        """Compile what loans run, so that none waits for a compiler, and time a quantum; in the batch no token counts, so nothing is learned."""
+    def prepare(self, lesson: Lesson, measured: DraftBatch) -> None:
+        """Compile what loans run, so that none waits for a compiler, and time a quantum; no token counts in either, so nothing is learned."""
         master = self._mixture.drafter.master
         for number, one in enumerate(self.slices):
             lent = self._clock()
             one.lend(self.work.policies[number], master)
-            one.measure(master.params, batch)
+            one.measure(master.params, measured)
             for _ in range(2):  # the first one compiles
                 started = self._clock()
-                one.begin(batch)
+                one.begin(lesson)
                 one.wait()
             self.quantum_seconds = max(self.quantum_seconds, self._clock() - started)
             one.give_back()
@@ -188,11 +188,11 @@ class Lending:
             self._open[number] = _Loan(now)
 
     def _begin(self, number: int) -> bool:
-        batch = self.work.next_batch()
-        if batch is not None:
-            self.slices[number].begin(batch)
+        lesson = self.work.next_lesson()
+        if lesson is not None:
+            self.slices[number].begin(lesson)
             self._open[number].began = self._clock()
-        return batch is not None
+        return lesson is not None
 
     def _end_quantum(self, number: int, now: float) -> None:
         loan = self._open[number]

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from tlt_jax.decoding import rollout
 from tlt_jax.decoding.rollout import Slots
-from tlt_jax.decoding.rounds import Decoding, RowState, Weights
+from tlt_jax.decoding.rounds import RING, Decoding, Ring, RowState, Weights
 from tlt_jax.distillation import pairs
 from tlt_jax.distillation.acceptance import Rules, acceptance
 from tlt_jax.drafters.drafter import Drafter
@@ -56,9 +56,10 @@ def compile_counter() -> CompileCounter:
 class SlicePrograms:
     """The programs of one rollout slice. State is donated by every program that returns a new one; parameters never are."""
 
-    def __init__(self, spec: PolicySpec, mesh: Mesh, dtype: str, *, block: int, drafter: Drafter | None = None, ring: int = 512):
+    def __init__(self, spec: PolicySpec, mesh: Mesh, dtype: str, *, block: int, drafter: Drafter | None = None, ring: Ring = RING):
         self.spec, self.mesh, self.dtype, self.drafter = spec, mesh, jnp.dtype(dtype), drafter
-        self._decoding, self._slots = Decoding(spec, drafter), functools.partial(Slots, ring=ring, block=block)
+        self._decoding, self._slots = Decoding(spec, drafter, streams=ring.streams), functools.partial(Slots, ring=ring.columns, block=block)
+        self.streams = ring.streams
         self.replicated = rules.replicated(mesh)
         self._built = {}
 
@@ -189,7 +190,7 @@ class LearnerPrograms:
 
 
 class QuantumPrograms:
-    """The programs that train a drafter on one slice: an update on a batch of texts whose features the same program makes, and a measurement of some.
+    """The programs that train a drafter on one slice: an update on a lesson, and a measurement of texts whose features the same program makes.
 
     The drafter's parameters and optimizer state are donated by an update, what the slice serves never is.
     """
@@ -200,20 +201,33 @@ class QuantumPrograms:
         self.state_placement = rules.param_shardings(mesh, jax.eval_shape(optimizer.init, params))
         whole = rules.replicated(mesh)
 
-        def update(params, opt_state, policy, ids, batch):
-            totals = policy_update.gradients(objective, params, pairs.taught(drafter, policy, ids, batch))
+        def update(params, opt_state, policy, ids, lesson):
+            totals = policy_update.gradients(objective, params, pairs.taught(drafter, policy, ids, lesson))
             return policy_update.apply_update(optimizer, params, opt_state, *totals)
 
         def measure(params, policy, ids, batch):
-            return objective(params, pairs.taught(drafter, policy, ids, batch))[1]
+            return objective(params, pairs.taught(drafter, policy, ids, pairs.Lesson(batch)))[1]
 
         self.update = jax.jit(update, donate_argnums=(0, 1), out_shardings=(self.params_placement, self.state_placement, whole))
         self.measure = jax.jit(measure, out_shardings=whole)
 
 
+@functools.cache
+def prompt_features_program(mesh: Mesh, positions: int):
+    """What a slice's ring holds of prompts that have just been admitted, before the next dispatch takes the state: (state, slots_A) → [A, positions, F]."""
+    return jax.jit(functools.partial(rollout.prompt_features, positions), out_shardings=rules.replicated(mesh))
+
+
 def score_program(mesh: Mesh, score):
     """A jitted scoring pass (params, batch) → [B, T]."""
     return jax.jit(score, out_shardings=rules.batch_shardings(mesh, jax.ShapeDtypeStruct((rules.batch_rows_multiple(mesh), 1), jnp.float32)))
+
+
+def score_features_program(mesh: Mesh, score):
+    """A jitted scoring pass that hands on the features of its forward: (params, batch) → ([B, T], [B, T, F] or None, [B, T, D])."""
+    rows = rules.batch_rows_multiple(mesh)
+    placement = [rules.batch_shardings(mesh, jax.ShapeDtypeStruct(shape, jnp.float32)) for shape in ((rows, 1), (rows, 1, 1))]
+    return jax.jit(score, out_shardings=(placement[0], placement[1], placement[1]))
 
 
 def init_program(mesh: Mesh, make, abstract):

@@ -14,7 +14,7 @@ from tlt_jax.decoding.rollout import PREFILL_ROWS
 from tlt_jax.records import SamplingParams
 from tlt_jax.runtime import admissions, resizing
 from tlt_jax.runtime.measured_choice import Choice, MeasuredChoice, Queued, queued_now
-from tlt_jax.runtime.programs import SlicePrograms, free_bytes, new_drafter
+from tlt_jax.runtime.programs import SlicePrograms, free_bytes, new_drafter, prompt_features_program
 from tlt_jax.scheduling import batching
 from tlt_jax.scheduling.compile_plan import compile_plan
 from tlt_jax.scheduling.peer_texts import AnswerHistory, PeerTexts, Place
@@ -78,6 +78,7 @@ class InFlight:
     rows: list
     origin: Choice | Queued  # Queued: an admission
     counts: tuple | None = None  # (tokens, forwards) of each row; None: one of both (an admission)
+    features: object = None  # [A, T, F] or [B, R, F], where they are streamed
 
 
 def row_buckets(slots: int) -> tuple[int, ...]:
@@ -132,6 +133,8 @@ class RolloutDriver:
         self.draining = False  # nothing more is dispatched
         self.choice = MeasuredChoice(settings.selector)
         self._compiled: set[tuple[int, int]] = set()  # (rows, length) whose smaller sizes are compiled
+        # Where they are streamed and who reads them has put a dict here for the phase: by index, parts [n, F] of all positions but the last.
+        self.features: dict[int, list] | None = None
 
     def start(self, params, version: int, sampling: SamplingParams, stop_ids: tuple[int, ...], lengths: Lengths) -> None:
         """Begin a phase with published parameters. `lengths` bounds every request to come and decides the compiled shapes: keep it the same over a run."""
@@ -158,7 +161,7 @@ class RolloutDriver:
     def release(self) -> None:
         """Free rollout memory: cache and the view of the parameters."""
         self.state = self.params = None
-        self.rows = []
+        self.rows, self.features = [], None
 
     @property
     def active(self) -> int:
@@ -188,6 +191,7 @@ class RolloutDriver:
 
     def _absorb(self, flight: InFlight) -> list[Completion]:
         tokens, logprobs, sampling_logprobs, finish = movement.to_host((flight.tokens, flight.logprobs, flight.sampling_logprobs, flight.finish))
+        features = None if self.features is None else movement.to_host(flight.features)
         one = np.ones(len(finish), np.int32)
         counts, forwards = (one, one) if flight.counts is None else movement.to_host(flight.counts)
         finished = []
@@ -200,6 +204,9 @@ class RolloutDriver:
             row.logprobs += np.atleast_1d(logprobs[index])[:count].tolist()
             row.sampling_logprobs += np.atleast_1d(sampling_logprobs[index])[:count].tolist()
             row.forwards += int(forwards[index])
+            if features is not None:
+                read = count if flight.counts else len(row.request.prompt_ids)
+                self.features.setdefault(row.request.index, []).append(features[index, :read].copy())
             emitted, rows, rounds, row_rounds = emitted + count, rows + 1, max(rounds, int(forwards[index])), row_rounds + int(forwards[index])
             if finish[index] != FINISH_RUNNING:
                 row.done = True
@@ -228,7 +235,10 @@ class RolloutDriver:
         admission = admissions.admission(groups, capacity, self.entrance.pieces, texts)
         self.state, sampled, finish = self.entrance.admit(self.params, self.state, admission)
         rows += [None] * (capacity - len(rows))
-        self.in_flight.append(InFlight(sampled.token_B, sampled.logprob_B, sampled.sampling_logprob_B, finish, rows, queued))
+        features = None
+        if self.programs.streams:
+            features = prompt_features_program(self.programs.mesh, self.lengths.prompt)(self.state, admission.slots_A)
+        self.in_flight.append(InFlight(sampled.token_B, sampled.logprob_B, sampled.sampling_logprob_B, finish, rows, queued, features=features))
 
     def fit(self, needed: int) -> None:
         """Bring the number of slots to the bucket that holds `needed` rows; active rows move to the front."""
@@ -257,4 +267,4 @@ class RolloutDriver:
         self.in_flight.append(
             InFlight(
                 emitted.tokens_BR, emitted.logprobs_BR, emitted.sampling_logprobs_BR, emitted.finish_B, list(self.rows), choice,
-                (emitted.count_B, emitted.forwards_B)))
+                (emitted.count_B, emitted.forwards_B), emitted.features_BRF))

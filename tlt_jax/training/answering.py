@@ -13,7 +13,7 @@ from tlt_jax.tasks.prompts import Prompt, PromptOrder
 from tlt_jax.tasks.request_rows import read_ids
 from tlt_jax.tasks.text_files import DataError, Row, read_rows
 from tlt_jax.training import build
-from tlt_jax.training.draft_training import unfilled
+from tlt_jax.training.draft_texts import unfilled
 from tlt_jax.training.experience import Packing, Trajectory, pack
 from tlt_jax.training.generation import GENERATE_STEP, Display, open_engine
 from tlt_jax.training.json_lines import JsonLines

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from tlt_jax.checkpoints.model_source import ModelSource
 from tlt_jax.checkpoints.pretrained import check_tensors, load_policy, read_source
 from tlt_jax.checkpoints.run_model import SpecialIds, scratch_source
+from tlt_jax.decoding.rounds import Ring
 from tlt_jax.models import decoder
 from tlt_jax.models.specs import PolicySpec, RopeSpec
 from tlt_jax.objectives.losses import LossSettings
@@ -191,7 +192,7 @@ def make_drivers(config: Config, spec: PolicySpec, meshes: Meshes, *, compile_ah
         prefill_tokens=prefill_tokens(config), compile_ahead=compile_ahead or config.speculative.selector != "fixed", selector=selector_settings(config),
         max_programs=rollout.max_programs, consolidate=compile_ahead and rollout.consolidate_tail and lends_slices(config, len(meshes.slices)))
 
-    ring = config.drafter.catchup_window
+    ring = Ring(config.drafter.catchup_window, config.drafter.features == "rollout")
     programs = [SlicePrograms(spec, mesh, dtype, block=cache_block(), drafter=drafter, ring=ring) for mesh in meshes.slices]
     history = AnswerHistory(config.drafter.lookup_history)
     return [RolloutDriver(one, settings, params, history) for one in programs]

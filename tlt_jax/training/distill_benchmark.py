@@ -29,7 +29,8 @@ from tlt_jax.sharding.rules import batch_rows_multiple
 from tlt_jax.training import build
 from tlt_jax.training.answering import sample_answers, texts_of
 from tlt_jax.training.benchmark import Plan, ratio
-from tlt_jax.training.draft_training import draft_loss, unfilled, whole_batches
+from tlt_jax.training.draft_texts import unfilled, whole_batches
+from tlt_jax.training.draft_training import draft_loss
 from tlt_jax.training.drafting import load_params, make_drafter
 from tlt_jax.training.experience import Packing, Trajectory, pack, packing_for
 from tlt_jax.training.progress import Progress

@@ -3,8 +3,8 @@ what it is owed. What came out is measured on answers held back, with the featur
 got worse. The policy's arrays are read only; the drafter changes no token, only how soon it comes.
 """
 
-import collections
 import dataclasses
+import functools
 import zlib
 from collections.abc import Sequence
 
@@ -15,13 +15,13 @@ from absl import logging
 from tlt_jax.distillation import aggregation
 from tlt_jax.distillation.acceptance import expected_accept_length
 from tlt_jax.distillation.draft_losses import DraftLoss
-from tlt_jax.distillation.pairs import DraftBatch
-from tlt_jax.objectives.policy_update import without_value_head
+from tlt_jax.drafters.feature_drafter import FeatureDrafter
+from tlt_jax.objectives.policy_update import score_and_features, without_value_head
 from tlt_jax.optimizers import OptimizerSettings, make_optimizer
-from tlt_jax.records import PackedBatch
 from tlt_jax.runtime.draft_driver import ACCEPTANCE, BorrowedSlice, DraftLearner, Teacher
 from tlt_jax.runtime.lending import Drafter, Lending, LendingSettings, Work, brought_together
-from tlt_jax.runtime.programs import frozen_program, new_drafter
+from tlt_jax.runtime.policy_driver import place_batch
+from tlt_jax.runtime.programs import frozen_program, new_drafter, score_features_program
 from tlt_jax.scheduling import quotas
 from tlt_jax.scheduling.quotas import Quota
 from tlt_jax.scheduling.slices import LoanSettings
@@ -29,11 +29,11 @@ from tlt_jax.sharding import movement, processes
 from tlt_jax.sharding.rules import batch_rows_multiple, replicated
 from tlt_jax.strategies import Completion
 from tlt_jax.training import build
+from tlt_jax.training.draft_texts import DraftTexts, ReadyMade, one_batch
 from tlt_jax.training.drafting import load_params
-from tlt_jax.training.experience import Packing, Trajectory, pack, packing_for
+from tlt_jax.training.experience import Packed, Packing, Trajectory, packing_for
 from tlt_jax.training.session import Session
 from tlt_jax.training.settings import Config
-from tlt_jax.training.text_buffer import Text, TextBuffer
 
 WARMUP_SHARE = 0.05
 WORSE = 0.005  # of 1 - TV, beyond which a trained drafter is not served
@@ -53,6 +53,30 @@ class DraftCounts:
     lengths: list = dataclasses.field(default_factory=list)  # of the last step's answers, sorted: how long the next ones may take
 
 
+class ScoringPass:
+    """The pass for old log-probs as what makes the features of an RL step's answers, in the dtype that it computes in."""
+
+    def __init__(self, session: Session, policy: dict, drafter: FeatureDrafter, ids: jax.Array | None):
+        """`ids` of the draft tokens; of `policy` only the shapes."""
+        run = build.training_pass(session.config, session.model.spec)
+        self._mesh, self._freeze, self._ids = session.meshes.train, frozen_program(drafter), ids
+        self._score = score_features_program(self._mesh, functools.partial(score_and_features, run, drafter.capture_layers))
+        self.ready = ready_made(drafter, policy, ids, run.compute_dtype)
+
+    def score(self, texts: DraftTexts, policy: dict, packed: Packed, trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
+        """Log-probs [B, T] of each micro-batch of the step's answers, in order; features go into `texts`, one micro-batch at a time."""
+        head, results = movement.to_host(self._freeze(without_value_head(policy), self._ids).head_DE), []
+        for number, batch in enumerate(packed.batches):
+            logprobs, features, final = movement.to_host(self._score(policy, place_batch(self._mesh, batch)))
+            results.append(logprobs)
+            for index, (there, row, column) in enumerate(packed.places):
+                columns = slice(column, column + len(trajectories[index].tokens))
+                if there == number:
+                    texts.take(index, None if features is None else features[row, columns], final[row, columns])
+        texts.end_features(head.astype(self.ready.head.dtype))
+        return results
+
+
 class DraftTraining:
     """The master of a run's drafter on the train mesh, its texts, its teacher, and the way to the slices and back."""
 
@@ -67,11 +91,18 @@ class DraftTraining:
         self.learner = DraftLearner(mesh, drafter, draft_loss(config), optimizer, params, None)
         self.learner.max_skips = config.optimizer.max_skips
         self.teacher, self.packing, self.counts = Teacher(mesh, drafter, None), draft_packing(session), DraftCounts()
-        self.texts, self.residuals = TextBuffer(config.drafter.buffer_bytes, config.drafter.long_share), {}
-        self.held_back, self.lending = [], None
+        self.scoring, ready = None, None
+        if config.drafter.features == "old_logprobs":
+            self.scoring = ScoringPass(session, policy, drafter, self.learner.ids)
+            ready = self.scoring.ready
+        elif config.drafter.features == "rollout":
+            check_window(session)
+            ready = ready_made(drafter, policy, self.learner.ids, build.resolve_dtype(config, "rollout"))
+        self.texts, self.residuals, self.lending = DraftTexts(config, self.packing, ready), {}, None
         if build.lends_slices(config, len(self.drivers)):
             slices = [BorrowedSlice(local, drafter, draft_loss(config), optimizer, params) for local in session.meshes.slices]
             self.lending = Lending(lending_settings(config), slices)
+        self._seen = {}
         self._slice_ids, self._slices = session.meshes.slice_ids, len(session.meshes.publish.devices)
         self.serve()
 
@@ -85,9 +116,14 @@ class DraftTraining:
 
     def start_phase(self, policies: Sequence[dict], step: int, answers: int) -> Lending | None:
         """The rollout of an RL step begins, of so many answers, with the policy's views on the slices; what lends them to the drafter, if anything does."""
-        earlier, self.held_back = self.held_back, []
-        self._held, self._step, self._drawn = held_back_of(self.config, step, answers), step, collections.Counter()
-        self._lengths = {}  # of the answers that are there, by their places
+        earlier = self.texts.held_back
+        head = None
+        if self.config.drafter.features == "rollout":
+            head = movement.to_host(self._freeze(policies[0], movement.to_host(self.learner.ids)).head_DE)
+            self._seen = {}  # one for all slices: a row may move
+            for driver in self.drivers:
+                driver.features = self._seen
+        self.texts.start(step, answers, head)
         self._before, self._faults = self.learner.params, []
         self._brought, self._own_quanta = Drafter(self.master, {}), 0
         if any(fingerprint(driver.drafter_params) != self._fingerprint for driver in self.drivers):
@@ -95,22 +131,17 @@ class DraftTraining:
         self.counts.owed = quotas.come_due(Quota(self.config.drafter.quanta_per_step, self.counts.owed)).owed
         if self.lending is None or step <= self.config.scheduler.warmup_steps:
             return None
-        work = Work(policies, lambda: self.next_batch(1 + jax.process_index()), one_batch(earlier, self.packing), self.counts.lengths)
+        work = Work(policies, lambda: self.texts.next_lesson(1 + jax.process_index()), one_batch(earlier, self.packing), self.counts.lengths)
         own = {local: self.residuals[number] for local, number in enumerate(self._slice_ids) if number in self.residuals}
         self.lending.start(Drafter(self.master, own), work)
         if not self.lending.quantum_seconds:
-            self.lending.prepare(one_batch([], self.packing))
+            self.lending.prepare(self.texts.empty_lesson(), one_batch([], self.packing))
         return self.lending
 
     def add(self, completion: Completion) -> None:
-        """An answer is finished: slices that are lent may learn from it at once, unless it is held back."""
-        request = completion.request
-        self._lengths[request.index] = len(completion.token_ids)
-        text = Text(np.array([*request.prompt_ids, *completion.token_ids], np.int32), len(request.prompt_ids), self._step, request.index)
-        if request.index in self._held:
-            self.held_back.append(text)
-        else:
-            self.texts.add(text)
+        """An answer is finished: slices that are lent may learn from it at once, unless it is held back or has to wait for its features."""
+        parts = self._seen.pop(completion.request.index, None)
+        self.texts.add(completion, None if parts is None else np.concatenate(parts))
 
     def end_phase(self) -> None:
         """The rollout of this process is over: its slices come back."""
@@ -118,28 +149,17 @@ class DraftTraining:
             brought, self._own_quanta = self.lending.end(), self.lending.report.trained
             self._brought = brought._replace(residuals={self._slice_ids[local]: tree for local, tree in brought.residuals.items()})
 
-    def next_batch(self, trainer: int = 0) -> DraftBatch | None:
-        """The texts of a quantum, features still empty; None while there are none.
-
-        They depend on the seed, the step, who trains on them (0: all processes together, 1 + process: its idle slices), how many it has drawn, and the texts.
-        """
-        self._drawn[trainer] += 1
-        key = (self.config.seed, self._step, trainer, self._drawn[trainer])
-        texts = self.texts.draw(key, rows_of(self.packing) * self.packing.row_length)
-        return one_batch(texts, self.packing) if texts else None
-
-    def run(self, policy: dict, completions: Sequence[Completion]) -> dict[str, float]:
-        """Train what is still owed, measure with the features of `policy` (on the train mesh), publish or roll back; drafter/ metrics.
-
-        `completions`: the step's, of all processes. Collective.
-        """
-        config, counts, learner = self.config, self.counts, self.learner
+    def meet(self, completions: Sequence[Completion]) -> None:
+        """All answers of the step are there, those of other processes, too."""
         for completion in completions:
-            if completion.request.index not in self._lengths:  # another process rolled it out
+            if completion.request.index not in self.texts.lengths:
                 self.add(completion)
-        self.held_back.sort(key=lambda text: text.index)
-        counts.lengths = sorted(self._lengths.values())
-        self.texts.end_step()
+        self.texts.end()
+        self.counts.lengths = sorted(self.texts.lengths.values())
+
+    def run(self, policy: dict) -> dict[str, float]:
+        """Train what is still owed, measure with the features of `policy` (on the train mesh), publish or roll back; drafter/ metrics. Collective."""
+        config, counts, learner = self.config, self.counts, self.learner
         self._idle_quanta, drafter = brought_together(self.master, self._brought, self._own_quanta)
         if self._idle_quanta:
             learner.load(drafter.master)
@@ -148,15 +168,15 @@ class DraftTraining:
         learner.frozen = self._freeze(self.teacher.params, learner.ids)
         quota = quotas.repaid(Quota(config.drafter.quanta_per_step, counts.owed), self._idle_quanta)
         rest = 0 if config.drafter.freeze else quotas.left_for_the_end(quota, config.drafter.train_when)
-        batches = [batch for batch in (self.next_batch() for _ in range(rest)) if batch is not None]
-        for batch in batches:
-            learner.update([self.teacher.fill(batch)])
-        held_back = [self.teacher.fill(one_batch(self.held_back, self.packing))]
+        lessons = [lesson for lesson in (self.texts.next_lesson() for _ in range(rest)) if lesson is not None]
+        for lesson in lessons:
+            learner.learn(lesson, self.teacher)
+        held_back = [self.teacher.fill(one_batch(self.texts.held_back, self.packing))]
         measured = learner.evaluate(held_back, self._before)
-        quanta = self._idle_quanta + len(batches)
+        quanta = self._idle_quanta + len(lessons)
         trained = learner.evaluate(held_back) if quanta else measured
         self.teacher.params = learner.frozen = None  # what the next update replaces is not kept alive
-        counts.owed, counts.quanta = quotas.repaid(quota, len(batches)).owed, counts.quanta + quanta
+        counts.owed, counts.quanta = quotas.repaid(quota, len(lessons)).owed, counts.quanta + quanta
         counts.untrained_steps = 0 if quanta else counts.untrained_steps + 1
         if trained[ACCEPTANCE] < measured[ACCEPTANCE] - WORSE:
             learner.load(self.master)
@@ -178,7 +198,7 @@ class DraftTraining:
         return trained | {
             "drafter/expected_accept_length": expected_accept_length(trained),
             "drafter/gain": trained[ACCEPTANCE] - measured[ACCEPTANCE], "drafter/version": counts.version, "drafter/rolled_back": counts.rolled_back,
-            "drafter/quanta": counts.quanta, "drafter/untrained_steps": counts.untrained_steps, "drafter/texts": len(self.texts),
+            "drafter/quanta": counts.quanta, "drafter/untrained_steps": counts.untrained_steps, "drafter/texts": len(self.texts.buffer),
             "drafter/faults": len(self._faults)}
 
     def arrays(self) -> dict:
@@ -204,6 +224,26 @@ class DraftTraining:
             self.serve()
 
 
+def ready_made(drafter: FeatureDrafter, policy: dict, ids: jax.Array | None, dtype: str) -> ReadyMade:
+    """Shapes of features from a policy of these shapes."""
+    head = jax.eval_shape(frozen_program(drafter), without_value_head(policy), ids).head_DE
+    return ReadyMade(head.shape[0] * max(len(drafter.capture_layers), 1), jax.ShapeDtypeStruct(head.shape, dtype))
+
+
+def check_window(session: Session) -> None:
+    """Raises ValueError unless the ring of features holds every prompt, and what one dispatch adds to a row, and for several processes."""
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"drafter.features=rollout leaves the features with the process that rolled an answer out, and there are {jax.process_count()}: set "
+            "drafter.features to old_logprobs or recompute")
+    config, strategies = session.config, build.selector_settings(session.config).strategies
+    longest = max(session.longest_prompt, config.rollout.rounds_per_dispatch * (1 + max(strategy.depth for strategy in strategies)))
+    if longest > config.drafter.catchup_window:
+        raise ValueError(
+            f"drafter.catchup_window={config.drafter.catchup_window} is too short for drafter.features=rollout, which reads the features of a whole prompt and "
+            f"of all tokens of a dispatch from it: raise it to {longest}, or set drafter.features=recompute")
+
+
 def draft_loss(config: Config) -> DraftLoss:
     """The loss of the config at the rollout temperature."""
     return DraftLoss(config.rollout.temperature, config.distill.unroll, config.distill.decay, config.distill.feature_weight)
@@ -213,33 +253,6 @@ def draft_packing(session: Session) -> Packing:
     """The one shape of a quantum's rows, in which any answer of the run fits."""
     config, lengths = session.config, [len(prompt.prompt_ids) for prompt in session.task.prompts()]
     return packing_for(lengths, config.rollout.max_new_tokens, config.distill.tokens_per_update, batch_rows_multiple(session.meshes.train))
-
-
-def held_back_of(config: Config, step: int, answers: int) -> frozenset[int]:
-    """The places of the answers of a step that are only measured on, before any is written: distill.held_out of them, but never all."""
-    count = min(max(1, round(config.distill.held_out * answers)), answers - 1)
-    return frozenset(np.random.default_rng((config.seed, step)).permutation(answers)[:count].tolist())
-
-
-def whole_batches(trajectories: list[Trajectory], packing: Packing) -> list[DraftBatch]:
-    """The texts packed in rows, features still empty; every batch has all the rows that the budget holds, so that one shape is compiled."""
-    rows, batches = rows_of(packing), []
-    for packed in pack(trajectories, packing).batches:
-        padded = jax.tree.map(lambda array: np.pad(array, ((0, rows - len(array)), (0, 0))), packed)
-        batches.append(unfilled(padded))
-    return batches
-
-
-def rows_of(packing: Packing) -> int:
-    """Rows of a whole batch."""
-    return packing.tokens_per_microbatch // packing.row_length // packing.row_multiple * packing.row_multiple
-
-
-def one_batch(texts: Sequence[Text], packing: Packing) -> DraftBatch:
-    """As many of the texts as fit in one whole batch; without texts one in which no token counts."""
-    trajectories = [Trajectory(text.tokens, text.prompt_length, np.zeros(len(text.tokens) - text.prompt_length, np.float32)) for text in texts]
-    nothing = Trajectory(np.zeros(2, np.int32), 1, np.zeros(1, np.float32), trained=False)
-    return whole_batches(trajectories or [nothing], packing)[0]
 
 
 def fingerprint(tree) -> int:
@@ -255,12 +268,6 @@ def lending_settings(config: Config) -> LendingSettings:
     scheduler, drafter = config.scheduler, config.drafter
     loans = LoanSettings(scheduler.idle_utilization, scheduler.idle_seconds)
     return LendingSettings(loans, drafter.sync_every, drafter.aggregation == "residual", config.rollout.consolidate_tail)
-
-
-def unfilled(packed: PackedBatch) -> DraftBatch:
-    """Packed texts whose features are still empty."""
-    empty = np.zeros((*packed.tokens_BT.shape, 0), np.float32)
-    return DraftBatch(packed.tokens_BT, packed.positions_BT, packed.segments_BT, packed.mask_BT, empty, empty)
 
 
 def draft_optimizer(config: Config, schedule: str, updates: int):

@@ -108,7 +108,8 @@ def _device_bytes(tree, shardings) -> int:
 
 def _cache_bytes(config: Config, spec: PolicySpec, meshes: Meshes, rows: int, length: int) -> int:
     dtype = jnp.dtype(build.resolve_dtype(config, "rollout"))
-    decoding, slots = Decoding(spec, make_drafter(config, spec)), Slots(rows, length, config.drafter.catchup_window, build.cache_block())
+    decoding = Decoding(spec, make_drafter(config, spec), streams=config.drafter.features == "rollout")
+    slots = Slots(rows, length, config.drafter.catchup_window, build.cache_block())
     state = jax.eval_shape(lambda: rollout.init_state(decoding, slots, dtype))
     return _device_bytes(state, rules.state_shardings(meshes.slices[0], state))
 

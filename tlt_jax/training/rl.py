@@ -27,6 +27,7 @@ from tlt_jax.training.evaluation import samples_of
 from tlt_jax.training.experience import Packing, Trajectory, pack, unpack
 from tlt_jax.training.scoring import StepScorer
 from tlt_jax.training.session import Phase, Session
+from tlt_jax.training.settings_rules import kl_in_reward, needs_old_logprobs, updates_per_step
 
 
 @dataclasses.dataclass
@@ -70,22 +71,6 @@ def make_trainer(session: Session, params, order: PromptOrder) -> Trainer:
     return Trainer(policy, critic, reference, score_policy, score_values, order, draft)
 
 
-def updates_per_step(config) -> int:
-    """Optimizer updates of one RL step."""
-    sequences = config.batch.prompts_per_step * config.algorithm.num_generations
-    return sequences // (config.batch.sequences_per_minibatch or sequences) * config.algorithm.num_iterations
-
-
-def needs_old_logprobs(config) -> bool:
-    """A separate pass for old log-probs is needed when the policy moves within a step, for importance weights, and for KL in the reward."""
-    algorithm = config.algorithm
-    return updates_per_step(config) > 1 or algorithm.importance_sampling_cap > 0 or _kl_in_reward(config)
-
-
-def _kl_in_reward(config) -> bool:
-    return config.algorithm.beta > 0 and config.algorithm.kl_placement == "reward"
-
-
 def run_step(session: Session, trainer: Trainer, step: int) -> dict[str, float]:
     """One RL step; its metrics."""
     config, timing, compiles = session.config, rl_metrics.Stopwatch(), (compile_counter().count, compile_counter().seconds)
@@ -100,6 +85,8 @@ def run_step(session: Session, trainer: Trainer, step: int) -> dict[str, float]:
     decoding, spans = session.decode_report(), session.rollout_spans()
     with timing.of("reward"):
         scorer.finish()
+    if trainer.draft is not None:
+        trainer.draft.meet(scorer.completions)
     trajectories = [_trajectory(completion) for completion in scorer.completions]
     packing = session.packing
     with timing.of("score"):
@@ -113,7 +100,7 @@ def run_step(session: Session, trainer: Trainer, step: int) -> dict[str, float]:
     if trainer.draft is not None:
         with timing.of("distill"):
             session.phase("distilling")
-            distilled = trainer.draft.run(trainer.policy.params, scorer.completions)
+            distilled = trainer.draft.run(trainer.policy.params)
     session.reporter.record_samples(step, samples_of(session, scorer, sequence_advantages))
     session.reporter.record_timeline(step, rl_metrics.step_spans(timing, spans, session.meshes.slice_ids))
     faults = rl_metrics.of_pool(processes.exchange(collections.Counter(session.pool.counts) - verdicts))
@@ -148,7 +135,11 @@ def _score(session: Session, trainer: Trainer, trajectories: list[Trajectory], p
         return
     packed = pack(trajectories, packing)
     for field, program, params in passes:
-        results = unpack(packed, policy_driver.score(program, mesh, params, packed.batches), trajectories)
+        if field == "old_logprobs" and trainer.draft is not None and trainer.draft.scoring is not None:
+            scored = trainer.draft.scoring.score(trainer.draft.texts, params, packed, trajectories)
+        else:
+            scored = policy_driver.score(program, mesh, params, packed.batches)
+        results = unpack(packed, scored, trajectories)
         trajectories[:] = [dataclasses.replace(trajectory, **{field: values}) for trajectory, values in zip(trajectories, results, strict=True)]
 
 
@@ -180,7 +171,7 @@ def _padded(arrays: list[np.ndarray]) -> np.ndarray:
 def _kl_penalties(config, trajectories: list[Trajectory]) -> np.ndarray:
     """beta · KL of every response token [B, T] when the KL sits in the reward, else zeros."""
     algorithm = config.algorithm
-    if not _kl_in_reward(config):
+    if not kl_in_reward(config):
         return _padded([np.zeros(trajectory.response_length) for trajectory in trajectories])
     old = _padded([trajectory.old_logprobs for trajectory in trajectories])
     reference = _padded([trajectory.reference_logprobs for trajectory in trajectories])
@@ -189,7 +180,7 @@ def _kl_penalties(config, trajectories: list[Trajectory]) -> np.ndarray:
 
 def _reward_kl(config, trajectories: list[Trajectory]) -> dict[str, float]:
     """policy/kl as a mean over tokens when the KL sits in the reward; when it sits in the loss, the update reports it."""
-    if not _kl_in_reward(config):
+    if not kl_in_reward(config):
         return {}
     tokens = sum(trajectory.response_length for trajectory in trajectories)
     return {"policy/kl": float(_kl_penalties(config, trajectories).sum() / config.algorithm.beta / tokens)}

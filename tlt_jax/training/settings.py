@@ -245,7 +245,14 @@ def _drafter() -> dict:
         "aggregation": (
             "residual", "how slices are merged: residual (a share of each slice's change stays there where the merged drafter is worse) or average",
             ("residual", "average")),
-        "buffer_bytes": (2**28, "bytes of answers kept on the host to learn from", FROM_1),
+        # recompute costs a forward of the policy in every update, and its features are always the newest. rollout costs none, but copies features to the host
+        # with every dispatch: better for a large policy, or where each answer is read in several updates. So is old_logprobs, which copies them once and is
+        # a step behind, where the algorithm has that pass anyway.
+        "features": (
+            "recompute",
+            "where the policy's features come from: recompute (made in each update), rollout (kept from the decoding) or old_logprobs (kept from that pass)",
+            ("recompute", "rollout", "old_logprobs")),
+        "buffer_bytes": (2**28, "bytes of answers kept on the host to learn from, with the features and heads of rollout and old_logprobs", FROM_1),
         "long_share": (0.5, "share of those bytes, and of what a quantum reads, that belongs to the longer half of the answers", BELOW_1),
         "alarm_after": (20, "steps in a row without any training after which that is reported as an error", FROM_1),
         "freeze": (False, "measure the drafter in each RL step and do not train it: the control of quanta_per_step"),

@@ -242,7 +242,27 @@ def _speculative_problems(config) -> list[str]:
             "rollout.consolidate_tail=True frees slices for a drafter that learns: set drafter.quanta_per_step, too",
         ),
         (drafter.freeze and not drafter.quanta_per_step, "drafter.freeze=True is the control of a drafter that learns: set drafter.quanta_per_step, too"),
+        (
+            drafter.features != "recompute" and not drafter.quanta_per_step,
+            f"drafter.features={drafter.features} is read by a drafter that learns: set drafter.quanta_per_step, too",
+        ),
     )
+
+
+def updates_per_step(config: ConfigDict) -> int:
+    """Optimizer updates of one RL step."""
+    sequences = config.batch.prompts_per_step * config.algorithm.num_generations
+    return sequences // (config.batch.sequences_per_minibatch or sequences) * config.algorithm.num_iterations
+
+
+def kl_in_reward(config: ConfigDict) -> bool:
+    """Whether the KL to the reference model is taken from the reward."""
+    return config.algorithm.beta > 0 and config.algorithm.kl_placement == "reward"
+
+
+def needs_old_logprobs(config: ConfigDict) -> bool:
+    """A separate pass for old log-probs is needed when the policy moves within a step, for importance weights, and for KL in the reward."""
+    return updates_per_step(config) > 1 or config.algorithm.importance_sampling_cap > 0 or kl_in_reward(config)
 
 
 def _rollout_problems(config) -> list[str]:
@@ -284,6 +304,11 @@ def _algorithm_problems(config) -> list[str]:
             "algorithm.critic_warmup_steps trains the critic alone, and algorithm.critic=shared has none of its own: set it to 0 or algorithm.critic=separate",
         ),
         (algorithm.name == "grpo" and algorithm.critic_warmup_steps > 0, "algorithm.critic_warmup_steps needs algorithm.name=ppo: grpo has no critic"),
+        (
+            config.drafter.quanta_per_step > 0 and config.drafter.features == "old_logprobs" and not needs_old_logprobs(config),
+            "drafter.features=old_logprobs keeps those of the pass for old log-probs, which this run does not need (one update a step, no "
+            "algorithm.importance_sampling_cap, no algorithm.beta with algorithm.kl_placement=reward): set drafter.features=recompute",
+        ),
     )
 
 

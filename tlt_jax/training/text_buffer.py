@@ -4,6 +4,7 @@ What the ring holds after a step depends on the texts alone, never on the order 
 """
 
 import bisect
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,8 +20,8 @@ class Text:
     prompt_length: int
     step: int  # the RL step that sampled it
     index: int  # its place in that step
-    features: np.ndarray | None = None  # [n, F], what the drafter reads
-    final: np.ndarray | None = None  # [n, D], the feature behind the policy's head
+    features: np.ndarray | None = None  # [n, F], what the drafter reads, where that is not `final`
+    final: np.ndarray | None = None  # [n, D], the feature behind the head of the policy that sampled it; None: features are made when they are needed
 
     @property
     def nbytes(self) -> int:
@@ -61,9 +62,9 @@ class TextBuffer:
         # Room for guarded texts is given by all the long ones that came, held or not: that only grows in a step, so no order of coming saves another text.
         self._running.difference_update(self._open.shrink(self._capacity - min(self._guard, self._long_bytes)))
 
-    def end_step(self) -> None:
-        """The texts of the running step become part of the ring, in the order of (step, index)."""
-        ring = self._texts()
+    def end_step(self, oldest: int = 0) -> None:
+        """The texts of the running step become part of the ring, in the order of (step, index); those of steps before `oldest` leave."""
+        ring = [text for text in self._texts() if text.step >= oldest]
         self._running: set[Text] = set()
         self._median = np.median([len(text.tokens) for text in ring]) if ring else 0
         self._guarded, self._open, self._long_bytes = _Newest(), _Newest(), 0
@@ -71,20 +72,25 @@ class TextBuffer:
             self._place(text)
         self._open.shrink(self._capacity - self._guarded.bytes)  # only a ring that was restored can be too large
 
-    def draw(self, key: tuple[int, ...], tokens: int) -> list[Text]:
+    def draw(self, key: tuple[int, ...], tokens: int, steps: Collection[int] | None = None) -> list[Text]:
         """Different texts of at most `tokens` tokens together, the same for the same `key` (integers from 0) and content; [] when nothing is held.
+
+        With `steps` they are all of one of these, and one of many texts comes oftener; the rest holds for the texts of that step.
 
         All texts are shuffled and cut into batches, each as long as the next text fits; one batch is taken, every one with the same chance. So each text
         has the same chance, whatever its length. Then long texts (more tokens than the median of all held) go before short ones: those of the batch, further
         ones in the shuffled order until they hold `long_share` of `tokens`, and the short ones of the batch in what is left. So long texts hold
         `long_share` of the drawn tokens or more, unless no other long one fits beside them. A text of more than `tokens` comes alone.
         """
-        texts = self._texts()
+        texts = [text for text in self._texts() if steps is None or text.step in steps]
         if not texts:
             return []
+        chance = np.random.default_rng(key)
+        if steps is not None:
+            step = texts[chance.integers(len(texts))].step
+            texts = [text for text in texts if text.step == step]
         lengths = np.array([len(text.tokens) for text in texts])
         is_long = lengths > np.median(lengths)
-        chance = np.random.default_rng(key)
         order = chance.permutation(len(texts))
         ends = np.concatenate([[0], np.cumsum(lengths[order])])
         cuts = [0]
