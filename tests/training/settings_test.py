@@ -80,6 +80,7 @@ def test_none_and_true_are_no_values_of_a_typed_key():
             {"drafter__features": "old_logprobs", "drafter__quanta_per_step": 2, "speculative__method": "eagle"},
             "drafter.features=old_logprobs keeps those of the pass for old log-probs, which this run does not need",
         ),
+        ({"rollout__consolidate_tail": True}, "rollout.consolidate_tail=True frees slices for a drafter that learns"),
         ({"drafter__draft_vocab_size": 8, "speculative__method": "eagle", "drafter__path": "d"}, "a drafter.path brings its own"),
         ({"stages__order": ("pretrain", "rl")}, "stages.order=pretrain is not built"),
         ({"stages__order": ("rl", "sft")}, "each once and in this order"),

@@ -15,22 +15,20 @@ class Consolidation:
         self.moved_rows = 0
         self._move: Move | None = None  # whose source drains
 
-    def turn(self, drivers: Sequence[RolloutDriver], queued: int, *, worth_it: bool) -> bool:
-        """One turn of the event loop; whether rows moved. No move begins, and none is made, that is not `worth_it`."""
+    def turn(self, drivers: Sequence[RolloutDriver], queued: int, *, worth_it: bool) -> None:
+        """One turn of the event loop. No move begins, and none is made, that is not `worth_it`."""
         slices = [Holding(driver.active, row_buckets(driver.slots), driver.choice.costs) for driver in drivers]
         if self._move is None:
             self._move = next_move(slices, queued) if worth_it else None
             if self._move is not None:
                 drivers[self._move.source].draining = True
-            return False
+            return
         source, target = self._move
         if drivers[source].in_flight:
-            return False
+            return
         drivers[source].draining, self._move = False, None
-        if not worth_it or not costs_nothing(slices[source], slices[target]):  # rows have ended since
-            return False
-        self.moved_rows += move_rows(drivers[source], drivers[target])
-        return True
+        if worth_it and costs_nothing(slices[source], slices[target]):  # rows may have ended since
+            self.moved_rows += move_rows(drivers[source], drivers[target])
 
 
 def move_rows(source: RolloutDriver, target: RolloutDriver) -> int:
