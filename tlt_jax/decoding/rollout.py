@@ -192,9 +192,9 @@ def advance(decoding: Decoding, weights: Weights, state: RowState, sampling: Sam
     return state, emitted.replace(features_BRF=state.draft.ring_BWF[row_B1, column_BR % window])
 
 
-def prompt_features(positions: int, state: RowState, slots_A: jax.Array) -> jax.Array:
-    """[A, positions, F] of what has just been admitted, from position 0; unspecified behind a prompt and for slots at or past the number of rows."""
-    return state.draft.ring_BWF[:, :positions].at[slots_A].get(mode="clip")
+def prompt_features(positions: int, state: RowState, slot: jax.Array) -> jax.Array:
+    """[positions, F] of a slot that has just been filled, from position 0; unspecified behind its prompt."""
+    return state.draft.ring_BWF[slot, :positions]
 
 
 def gather_rows(decoding: Decoding, state: RowState, index_B: jax.Array, keep_B: jax.Array) -> RowState:

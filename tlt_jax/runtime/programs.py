@@ -59,7 +59,6 @@ class SlicePrograms:
     def __init__(self, spec: PolicySpec, mesh: Mesh, dtype: str, *, block: int, drafter: Drafter | None = None, ring: Ring = RING):
         self.spec, self.mesh, self.dtype, self.drafter = spec, mesh, jnp.dtype(dtype), drafter
         self._decoding, self._slots = Decoding(spec, drafter, streams=ring.streams), functools.partial(Slots, ring=ring.columns, block=block)
-        self.streams = ring.streams
         self.replicated = rules.replicated(mesh)
         self._built = {}
 
@@ -214,7 +213,7 @@ class QuantumPrograms:
 
 @functools.cache
 def prompt_features_program(mesh: Mesh, positions: int):
-    """What a slice's ring holds of prompts that have just been admitted, before the next dispatch takes the state: (state, slots_A) → [A, positions, F]."""
+    """What a slice's ring holds of a prompt that has just been admitted, before the next dispatch takes the state: (state, slot) → [positions, F]."""
     return jax.jit(functools.partial(rollout.prompt_features, positions), out_shardings=rules.replicated(mesh))
 
 

@@ -78,7 +78,7 @@ class InFlight:
     rows: list
     origin: Choice | Queued  # Queued: an admission
     counts: tuple | None = None  # (tokens, forwards) of each row; None: one of both (an admission)
-    features: object = None  # [A, T, F] or [B, R, F], where they are streamed
+    features: object = None  # where they are streamed: [n, F] of each entry's prompt, or [B, R, F]
 
 
 def row_buckets(slots: int) -> tuple[int, ...]:
@@ -133,7 +133,7 @@ class RolloutDriver:
         self.draining = False  # nothing more is dispatched
         self.choice = MeasuredChoice(settings.selector)
         self._compiled: set[tuple[int, int]] = set()  # (rows, length) whose smaller sizes are compiled
-        # Where they are streamed and who reads them has put a dict here for the phase: by index, parts [n, F] of all positions but the last.
+        # Who reads the features of a phase puts a dict here, if the programs stream them: by index, parts [n, F] of all positions but the last.
         self.features: dict[int, list] | None = None
 
     def start(self, params, version: int, sampling: SamplingParams, stop_ids: tuple[int, ...], lengths: Lengths) -> None:
@@ -206,7 +206,7 @@ class RolloutDriver:
             row.forwards += int(forwards[index])
             if features is not None:
                 read = count if flight.counts else len(row.request.prompt_ids)
-                self.features.setdefault(row.request.index, []).append(features[index, :read].copy())
+                self.features.setdefault(row.request.index, []).append(features[index][:read].copy())
             emitted, rows, rounds, row_rounds = emitted + count, rows + 1, max(rounds, int(forwards[index])), row_rounds + int(forwards[index])
             if finish[index] != FINISH_RUNNING:
                 row.done = True
@@ -236,8 +236,9 @@ class RolloutDriver:
         self.state, sampled, finish = self.entrance.admit(self.params, self.state, admission)
         rows += [None] * (capacity - len(rows))
         features = None
-        if self.programs.streams:
-            features = prompt_features_program(self.programs.mesh, self.lengths.prompt)(self.state, admission.slots_A)
+        if self.features is not None:
+            read = prompt_features_program(self.programs.mesh, self.lengths.prompt)
+            features = [seen for group in groups for seen in [read(self.state, np.int32(group[0].slot))] * len(group)]
         self.in_flight.append(InFlight(sampled.token_B, sampled.logprob_B, sampled.sampling_logprob_B, finish, rows, queued, features=features))
 
     def fit(self, needed: int) -> None:
