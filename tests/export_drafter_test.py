@@ -30,7 +30,8 @@ SPEC = PolicySpec(
 IDS = np.array([1, 4, 5, 19], np.int32)
 RUNS = {
     "eagle": {"speculative.method": "eagle"}, "eagle of 7 tokens": {"speculative.method": "eagle", "drafter.draft_vocab_size": 7},
-    "eagle3": {"speculative.method": "eagle3"}, "eagle3 of 7 tokens": {"speculative.method": "eagle3", "drafter.draft_vocab_size": 7},
+    "eagle3": {"speculative.method": "eagle3"}, "eagle3 of four layers": {"speculative.method": "eagle3", "drafter.capture_layers": ("0", "2", "5", "7")},
+    "eagle3 of 7 tokens": {"speculative.method": "eagle3", "drafter.draft_vocab_size": 7},
     "eagle3 from a path": {"speculative.method": "eagle3", "drafter.path": "start"}}
 
 
@@ -59,8 +60,9 @@ def trained_run(policy, tmp_path, name):
     params = load_params(config, SPEC, "float32") or new_drafter(drafter, loaded.params)
     ids = {"ids": params.pop("ids")} if "ids" in params else {}
     params = jax.tree.map(lambda leaf: jnp.asarray(random.normal(size=leaf.shape) * 0.3, jnp.float32), params)
+    saved = {name: list(value) if isinstance(value, tuple) else value for name, value in said.items()}
     shared = loaded.params | {SHARED_VALUE_HEAD: {"kernel": jnp.ones((16, 1))}}
-    return make_run(tmp_path / "run", loaded.source, {"policy": shared, "drafter": params}, step=4, host={"config": said}), drafter, params | ids
+    return make_run(tmp_path / "run", loaded.source, {"policy": shared, "drafter": params}, step=4, host={"config": saved}), drafter, params | ids
 
 
 def drafted(drafter, params, policy_params):

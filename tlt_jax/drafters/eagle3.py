@@ -46,8 +46,8 @@ def default_capture(layers: int) -> tuple[int, int, int]:
     low, middle, high = 2, layers // 2, layers - 3
     if not low < middle < high:
         raise ValueError(
-            f"eagle3 reads the inputs of layers 2, L // 2 and L - 3, which are not three rising layers when L = {layers}; use speculative.method=eagle, or a "
-            "drafter.path that names its layers")
+            f"eagle3 reads the inputs of layers 2, L // 2 and L - 3, which are not three rising layers when L = {layers}: name others in "
+            "drafter.capture_layers, or use speculative.method=eagle")
     return low, middle, high
 
 

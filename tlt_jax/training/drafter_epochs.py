@@ -24,8 +24,8 @@ from tlt_jax.training.stages import Preempted
 
 LINE_SECONDS, SAVE_SECONDS = 15.0, 300.0
 TRAINED_WITH = (
-    "seed", "model.path", "speculative.method", "drafter.path", "drafter.draft_vocab_size", "rollout.temperature", "distill.epochs", "distill.lr",
-    "distill.tokens_per_update", "distill.unroll", "distill.decay", "distill.feature_weight", "distill.held_out")
+    "seed", "model.path", "speculative.method", "drafter.path", "drafter.draft_vocab_size", "drafter.capture_layers", "rollout.temperature",
+    "distill.epochs", "distill.lr", "distill.tokens_per_update", "distill.unroll", "distill.decay", "distill.feature_weight", "distill.held_out")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class DrafterEpochs:
         self.config, self.metrics, self.seconds = config, JsonLines(directory / "metrics.jsonl"), 0.0
         self.store = RunStateStore(directory / "checkpoints", keep=1, async_save=False)
         self.step = self.store.latest_valid_step()
-        self._refuse_changes({name: read_key(config, name) for name in TRAINED_WITH})
+        self._refuse_changes(_trained_with(config))
 
     def run(self, learner: DraftLearner, lessons: Lessons) -> None:
         """All epochs, or as many as fit into distill.minutes. Raises Preempted after a requested stop, when the state is saved."""
@@ -92,14 +92,14 @@ class DrafterEpochs:
 
     def _refuse_changes(self, now: dict) -> None:
         saved = {} if self.step is None else self.store.describe(self.step).host["trained_with"]
-        changed = [f"{name}={saved[name]}, now {value}" for name, value in now.items() if saved and saved[name] != value]
+        changed = [f"{name}={saved[name]}, now {value}" for name, value in now.items() if saved and saved.get(name, value) != value]
         if changed:
             raise ValueError(
                 f"{self.store.directory} holds an interrupted training with {'; '.join(changed)}: go on with the old values, or remove the directory to train "
                 "anew")
 
     def _facts(self, lessons: Lessons) -> dict:
-        return {name: read_key(self.config, name) for name in TRAINED_WITH} | {"answers": lessons.digest, "batches": len(lessons.trained)}
+        return _trained_with(self.config) | {"answers": lessons.digest, "batches": len(lessons.trained)}
 
     def _save(self, learner: DraftLearner, lessons: Lessons, clock: "_Clock", signal: PreemptionSignal) -> None:
         arrays = {"drafter": learner.params, "drafter_optimizer": learner.opt_state}
@@ -144,6 +144,11 @@ class _Clock:
             return False
         self._last[name] = now
         return True
+
+
+def _trained_with(config: Config) -> dict:
+    """What the training depends on, as JSON has it."""
+    return {name: list(value) if isinstance(value := read_key(config, name), tuple) else value for name in TRAINED_WITH}
 
 
 def described(stats: dict[str, float]) -> str:

@@ -34,7 +34,8 @@ def make_drafter(config: Config, spec: PolicySpec) -> Drafter | None:
             raise ValueError(f"drafter.truncated_layers={layers}: the policy has {spec.num_layers} layers")
         return Truncated(spec, layers)
     if not settings.path:
-        return _described(spec, DrafterFiles(method, layer_like(spec), settings.draft_vocab_size, None))
+        capture = tuple(map(int, settings.capture_layers)) or None
+        return _described(spec, DrafterFiles(method, layer_like(spec), settings.draft_vocab_size, capture))
     files = read_drafter(settings.path, spec)
     if files.kind != method:
         raise ValueError(f"drafter.path={settings.path} is an {files.kind} drafter: set speculative.method={files.kind}")

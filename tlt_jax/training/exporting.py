@@ -16,7 +16,7 @@ from tlt_jax.training.drafting import draft_ids, files_of, make_drafter
 from tlt_jax.training.settings import Config
 from tlt_jax.training.settings_rules import copy_with
 
-DRAFTER_KEYS = ("speculative.method", "drafter.path", "drafter.draft_vocab_size")
+DRAFTER_KEYS = ("speculative.method", "drafter.path", "drafter.draft_vocab_size", "drafter.capture_layers")
 
 
 def networks(what: str) -> tuple[str, ...]:
@@ -52,7 +52,8 @@ def run_drafter(config: Config, workdir: str, spec: PolicySpec, step: int) -> Lo
     Raises FileNotFoundError where the directory that the run started its drafter from is gone.
     """
     learned = run_model.load_run_drafter(workdir, step)
-    said = {name: learned.config[name] for name in DRAFTER_KEYS}
+    said = {name: learned.config[name] for name in DRAFTER_KEYS if name in learned.config}  # a run of an earlier version has fewer keys
+    said = {name: tuple(value) if isinstance(value, list) else value for name, value in said.items()}
     if said["drafter.path"] and config.drafter.path:
         said["drafter.path"] = config.drafter.path
     config = copy_with(config, said)

@@ -233,6 +233,7 @@ def _drafter() -> dict:
     return {
         "path": ("", "EAGLE or EAGLE-3 directory; '' = made from the policy's last layer"),
         "draft_vocab_size": (0, "tokens a new eagle or eagle3 drafter can propose, the lowest ids; 0 = all", FROM_0),
+        "capture_layers": ((), "new eagle3 drafter: rising numbers of the policy's layers (from 0) whose inputs it reads; none = 2, L // 2 and L - 3"),
         "truncated_layers": (0, "method truncated: first layers of the policy that draft; 0 = a quarter of them", FROM_0),
         "lookup_length": (4, "method prompt_lookup: longest suffix that is looked up", FROM_1),
         "lookup_history": (2, "method prompt_lookup: answers of earlier steps that are kept of each prompt", FROM_0),

@@ -4,10 +4,11 @@ Pure Python over a config of settings.py: no jax, no files, no device. Whether a
 """
 
 import difflib
+import itertools
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ml_collections import ConfigDict
 
@@ -216,6 +217,13 @@ def _axis_problems(shape: Mapping[str, int]) -> list[str]:
     )
 
 
+def _rising(words: Sequence[str]) -> bool:
+    if not all(str(word).isdecimal() for word in words):
+        return False
+    numbers = [int(word) for word in words]
+    return all(low < high for low, high in itertools.pairwise(numbers))
+
+
 def _mesh_problems(config) -> list[str]:
     return _axis_problems(config.mesh.train.to_dict())
 
@@ -232,6 +240,14 @@ def _speculative_problems(config) -> list[str]:
         (
             drafter.draft_vocab_size > 0 and (method not in ("eagle", "eagle3") or bool(drafter.path)),
             "drafter.draft_vocab_size is read for a new eagle or eagle3 drafter only; a drafter.path brings its own",
+        ),
+        (
+            bool(drafter.capture_layers) and (method != "eagle3" or bool(drafter.path)),
+            "drafter.capture_layers is read for a new eagle3 drafter only; a drafter.path brings its own",
+        ),
+        (
+            not _rising(drafter.capture_layers),
+            f"drafter.capture_layers={','.join(map(str, drafter.capture_layers))}: layers are whole numbers from 0, each larger than the one before",
         ),
         (
             drafter.quanta_per_step > 0 and method not in ("eagle", "eagle3"),
