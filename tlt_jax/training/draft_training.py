@@ -160,20 +160,20 @@ class DraftTraining:
     def run(self, policy: dict) -> dict[str, float]:
         """Train what is still owed, measure with the features of `policy` (on the train mesh), publish or roll back; drafter/ metrics. Collective."""
         config, counts, learner = self.config, self.counts, self.learner
-        self._idle_quanta, drafter = brought_together(self.master, self._brought, self._own_quanta)
-        if self._idle_quanta:
+        idle_quanta, drafter = brought_together(self.master, self._brought, self._own_quanta)
+        if idle_quanta:
             learner.load(drafter.master)
             self.residuals = dict(drafter.residuals)
         self.teacher.params = without_value_head(policy)
         learner.frozen = self._freeze(self.teacher.params, learner.ids)
-        quota = quotas.repaid(Quota(config.drafter.quanta_per_step, counts.owed), self._idle_quanta)
+        quota = quotas.repaid(Quota(config.drafter.quanta_per_step, counts.owed), idle_quanta)
         rest = 0 if config.drafter.freeze else quotas.left_for_the_end(quota, config.drafter.train_when)
         lessons = [lesson for lesson in (self.texts.next_lesson() for _ in range(rest)) if lesson is not None]
         for lesson in lessons:
             learner.learn(lesson, self.teacher)
         held_back = [self.teacher.fill(one_batch(self.texts.held_back, self.packing))]
         measured = learner.evaluate(held_back, self._before)
-        quanta = self._idle_quanta + len(lessons)
+        quanta = idle_quanta + len(lessons)
         trained = learner.evaluate(held_back) if quanta else measured
         self.teacher.params = learner.frozen = None  # what the next update replaces is not kept alive
         counts.owed, counts.quanta = quotas.repaid(quota, len(lessons)).owed, counts.quanta + quanta
