@@ -25,7 +25,8 @@ def refused(capsys, *argv, **options):
     return capsys.readouterr().err
 
 
-NEEDED = {"drafter.freeze": ("--config.drafter.quanta_per_step=1", "--config.speculative.method=eagle")}  # what a key is nothing without
+LEARNS = ("--config.drafter.quanta_per_step=1", "--config.speculative.method=eagle")
+NEEDED = {"drafter.freeze": LEARNS, "rollout.consolidate_tail": LEARNS}  # what a key is nothing without
 
 
 @pytest.mark.parametrize("name", BOOLEANS)

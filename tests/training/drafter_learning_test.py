@@ -47,19 +47,18 @@ BorrowedSlice.begin, DraftTraining.start_phase, aggregation.alpha_from = stoppin
 
 @pytest.fixture(scope="module")
 def sliced(tmp_path_factory, request):
-    """The run on 8 devices and 4 slices, with a drafter that learns on idle slices only, is frozen, or is only used; with --full stopped and continued, too,
-    and on one and on two slices."""
+    """The run on 8 devices and 4 slices, with a drafter that learns on idle slices only, or is only used; with --full is frozen, too, stopped and
+    continued, and on one and on two slices."""
     place = Place(tmp_path_factory.mktemp("sliced"))
     place.environment["XLA_FLAGS"] += " --xla_force_host_platform_device_count=8"
     (place.folder / "driver.py").write_text(IN_A_QUANTUM + (place.folder / "driver.py").read_text())
     idle = ("drafter.quanta_per_step=4", "drafter.train_when=idle", "drafter.sync_every=1", "logging.timeline_every_steps=3")
     parts = place.arguments("parts", *OPTIONS, *SLICED, *idle)
     place.full = request.config.getoption("full")
-    place.said = place.jobs(
-        (place.arguments("idle", *OPTIONS, *SLICED, *idle), None), (place.arguments("frozen", *OPTIONS, *SLICED, *idle, "drafter.freeze=true"), None),
-        (place.arguments("used", *OPTIONS, *SLICED), None),
-        *([(parts, ["quantum", 2 * 4 + 3]), (parts, None), *((place.arguments(f"slices{count}", *OPTIONS, *SLICED, *idle, f"mesh.rollout_slices={count}"), None)
-                                                     for count in (1, 2))] if place.full else []))
+    more = [] if not place.full else [
+        (place.arguments("frozen", *OPTIONS, *SLICED, *idle, "drafter.freeze=true"), None), (parts, ["quantum", 2 * 4 + 3]), (parts, None),
+        *((place.arguments(f"slices{count}", *OPTIONS, *SLICED, *idle, f"mesh.rollout_slices={count}"), None) for count in (1, 2))]
+    place.said = place.jobs((place.arguments("idle", *OPTIONS, *SLICED, *idle), None), (place.arguments("used", *OPTIONS, *SLICED), None), *more)
     return place
 
 
@@ -137,9 +136,9 @@ def test_the_drafter_of_a_run_is_exported_as_it_drafted(runs, tmp_path):
 
 
 def test_on_four_slices_training_on_idle_ones_changes_no_token_no_reward_and_no_parameter_of_the_policy(sliced):
-    assert [code for code, *_ in sliced.said] == ["0", "0", "0", *(["143", *["0"] * 3] if sliced.full else [])]
+    assert [code for code, *_ in sliced.said] == ["0", "0", *(["0", "143", *["0"] * 3] if sliced.full else [])]
     policies = {}
-    for workdir in ("idle", "frozen", "used", *(["parts", "slices1", "slices2"] if sliced.full else [])):
+    for workdir in ("idle", "used", *(["frozen", "parts", "slices1", "slices2"] if sliced.full else [])):
         arrays, _ = sliced.checkpoint(workdir)
         policies[workdir] = {name: array.tobytes() for name, array in arrays.items() if name.startswith("policy")}
         assert sliced.records(workdir, "samples") == sliced.records("idle", "samples")
@@ -162,7 +161,7 @@ def test_the_timeline_shows_what_idle_slices_trained_before_the_update(sliced):
         assert sum(early) / 1e6 == pytest.approx(record["scheduler/distilling_seconds"], abs=1e-4)
         assert all(spans[-2][0] == "distilling" for spans in slices.values())  # measured on the whole mesh, before the step ends
     assert (sliced.folder / "idle" / "timeline.png").exists() and "timeline.json.gz, curves.png, timeline.png" in sliced.said[0][1]
-    for workdir in ("idle", "frozen", "used"):
+    for workdir in ("idle", "used", *(["frozen"] if sliced.full else [])):
         kinds = {kind for slices in sliced.timeline(workdir).values() for spans in slices.values() for kind, *_ in spans}
         assert kinds >= {"publish", "compile", "prefill", "speculative", "update", "idle"} and ("distilling" in kinds) == (workdir != "used")
 

@@ -74,7 +74,7 @@ class LeaveAtOnce:
         return None
 
     def __exit__(self, kind, error, trace) -> None:
-        if error is None or issubclass(kind, self._expected) or jax.process_count() == 1:
+        if error is None or issubclass(kind, self._expected) or not _several():
             return
         traceback.print_exception(kind, error, trace)
         if isinstance(error, jax.errors.JaxRuntimeError):
@@ -84,9 +84,14 @@ class LeaveAtOnce:
 
 def ended(code: int) -> int:
     """The exit code of a run that is over. One of several processes that failed leaves at once, as after an error."""
-    if code in (1, 2) and jax.process_count() > 1:
+    if code in (1, 2) and _several():
         leave(code)
     return code
+
+
+def _several() -> bool:
+    """Whether there are others, without starting a backend where there cannot be any."""
+    return jax.distributed.is_initialized() and jax.process_count() > 1
 
 
 def leave(code: int) -> None:
