@@ -29,5 +29,5 @@ if [[ -z "${SMOLLM2_GGUF:-}" ]]; then
   fi
 fi
 echo "running the tests with $("$VENV_PYTHON" --version), test model: ${SMOLLM2_GGUF:-none}"
-# Two files side by side: most of the time is compilation, which uses one core.
-exec "$VENV_PYTHON" -m pytest -n 2 --dist loadfile "$@"
+# Two files side by side, in the order of tests/conftest.py: most of the time is compilation, which uses one core.
+exec "$VENV_PYTHON" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -24,12 +24,19 @@ import jax
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
+# Files with few, long tests. They go first, so that at the end of the suite no worker waits for one of them.
+LONG = ("drafter_learning", "several_processes", "resume", "speculative_rollout", "speculation_law", "generate", "rl", "distill", "smollm2", "bench")
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="run the full product of the speculative cases, not only a pairwise-covering set")
+
+
+def pytest_collection_modifyitems(items):
+    names = [f"{name}_test.py" for name in LONG]
+    items.sort(key=lambda item: names.index(item.path.name) if item.path.name in names else len(names))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -102,7 +102,25 @@ class Slice:
         self.value = None
 
 
-def phase(monkeypatch, lengths, slices=4, lend=True, texts=True, settings=SETTINGS):
+@dataclasses.dataclass
+class Outlook:
+    """Of other processes whose last row ends at a known time."""
+
+    clock: Clock
+    end: float
+    told: list = dataclasses.field(default_factory=list)
+
+    def start(self):
+        pass
+
+    def tell(self, seconds):
+        self.told.append(seconds)
+
+    def others(self):
+        return max(self.end - self.clock(), 0.0)
+
+
+def phase(monkeypatch, lengths, slices=4, lend=True, texts=True, settings=SETTINGS, others_until=0.0):
     """(seconds that the phase took, lending or None, the drafter after it)."""
     clock = Clock()
     monkeypatch.setattr(event_loop.time, "sleep", clock.sleep)
@@ -110,7 +128,7 @@ def phase(monkeypatch, lengths, slices=4, lend=True, texts=True, settings=SETTIN
     lending = Lending(settings, [Slice(clock, driver) for driver in drivers], clock) if lend else None
     requests = [Request(prompt=n, sample=0, draw=0, index=n, prompt_ids=(1,), max_new_tokens=length, seed=0, step=1) for n, length in enumerate(lengths)]
     if lend:
-        lending.quantum_seconds = QUANTUM
+        lending.quantum_seconds, lending.outlook = QUANTUM, Outlook(clock, others_until)
         start = Drafter(State({"x": np.float32(0)}, {}), {})
         lending.start(start, Work([{}] * slices, lambda: object() if texts else None, None, sorted(lengths)))
     done = []
@@ -149,6 +167,18 @@ def test_the_time_that_loans_take_before_the_first_row_and_after_the_last_one_is
     clock.now += QUANTUM / 4
     lending.end()
     assert lending.report.trained == 1 and lending.report.added_seconds == pytest.approx(2 * both + QUANTUM * 3 / 4)
+
+
+@pytest.mark.parametrize("lengths", [[16, 40] * 4, []], ids=["some rows", "no rows"])
+def test_a_process_whose_rows_are_done_trains_on_all_its_slices_until_the_others_are_done(monkeypatch, lengths):
+    seconds, lending, drafter = phase(monkeypatch, lengths, others_until=30.0)
+    report = lending.report
+    assert 30.0 <= seconds <= 30.0 + 2 * event_loop.LENDING_POLL_SECONDS and report.loans == 4
+    trained = [[span for span in report.spans if span.slice == number] for number in range(4)]
+    for spans in trained:
+        assert sum(span.end - span.start for span in spans) >= 0.95 * 29 and spans[-1].end <= 30.0
+    assert drafter.master.params["x"] > 100
+    assert lending.outlook.told[-1] == 0.0 and (not lengths or lending.outlook.told[0] > 0)
 
 
 def test_without_texts_or_with_one_slice_nothing_is_trained_and_the_phase_takes_as_long(monkeypatch):

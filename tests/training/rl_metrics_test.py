@@ -18,17 +18,26 @@ def timing(monkeypatch):
     return timing
 
 
-def test_a_step_is_filled_with_its_rollout_and_what_all_slices_do_under_the_numbers_that_slices_have_in_the_run(timing):
+def test_a_step_is_filled_with_its_rollout_and_what_all_slices_do(timing):
     rollout = [Span(0, "prefill", 1.0, 2.0), Span(0, "rollout", 2.0, 6.0), Span(1, "speculative", 1.5, 4.0), Span(1, "distilling", 4.0, 5.0)]
     after = [("update", 7.0, 10.0), ("distilling", 10.0, 12.0)]
     one = [("publish", 0.0, 1.0), ("prefill", 1.0, 2.0), ("rollout", 2.0, 6.0), ("idle", 6.0, 7.0), *after]
     other = [("publish", 0.0, 1.0), ("idle", 1.0, 1.5), ("speculative", 1.5, 4.0), ("distilling", 4.0, 5.0), ("idle", 5.0, 7.0), *after]
-    assert step_spans(timing, rollout, (4, 5)) == [*(Span(4, *part) for part in one), *(Span(5, *part) for part in other)]
+    assert step_spans(timing, rollout, 2) == [*(Span(0, *part) for part in one), *(Span(1, *part) for part in other)]
 
 
 def test_the_drafter_adds_to_a_step_its_training_after_the_update_and_what_it_held_up_the_rollout(timing):
-    report = LoanReport(spans=[Span(1, "compile", 1.0, 2.0), Span(1, "distilling", 4.0, 5.0)], added_seconds=1.5)
-    metrics = of_loans(report, [Span(0, "rollout", 1.0, 5.0), *report.spans], 2, timing)
+    spans = [Span(0, "rollout", 1.0, 5.0), Span(1, "compile", 1.0, 2.0), Span(1, "distilling", 4.0, 5.0)]
+    metrics = of_loans([LoanReport(added_seconds=1.5)], spans, 2, timing)
     assert metrics["scheduler/added_seconds"] == 1.5 + 2.0 and metrics["scheduler/distilling_seconds"] == 1.0
     assert metrics["scheduler/idle_share"] == 2 / 8 and metrics["scheduler/distilling_share"] == 1 / 8
-    assert of_loans(None, [], 2, timing) == {}
+    assert of_loans([], [], 2, timing) == {}
+
+
+def test_loans_of_several_processes_are_counted_together_and_hold_a_step_up_side_by_side(timing):
+    reports = [
+        LoanReport(loans=2, trained=3, lent_seconds=1.0, added_seconds=0.5, recall_seconds=0.1),
+        LoanReport(loans=1, trained=4, lent_seconds=2.0, recall_seconds=0.3)]
+    metrics = of_loans(reports, [Span(3, "rollout", 1.0, 5.0)], 4, timing)
+    assert (metrics["scheduler/loans"], metrics["scheduler/quanta"], metrics["scheduler/lent_seconds"]) == (3, 7, 3.0)
+    assert (metrics["scheduler/recall_seconds"], metrics["scheduler/added_seconds"]) == (0.3, 0.5 + 2.0)

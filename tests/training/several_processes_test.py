@@ -77,6 +77,13 @@ def test_two_processes_sample_what_one_does_and_learn_the_same(place, runs):
         np.testing.assert_allclose(together[name], alone[name], atol=1e-5)
 
 
+def test_the_timeline_has_the_slices_of_both_processes(place, runs):
+    for workdir in ("alone", "together"):
+        for slices in place.timeline(workdir).values():
+            kinds = [{kind for kind, *_ in spans} for spans in slices.values()]
+            assert sorted(slices) == [0, 1, 2, 3] and all("update" in some and some & {"rollout", "speculative", "compile"} for some in kinds)
+
+
 def test_both_processes_serve_one_drafter_that_all_their_slices_have_trained(place, runs):
     if place.options == OPTIONS:
         pytest.skip("takes a drafter that learns in both processes: --full")

@@ -20,10 +20,11 @@ def roll_out(drivers: Sequence[RolloutDriver], requests: Iterable[Request], on_c
              on_turn: Callable[[], None] | None = None, lending: Lending | None = None) -> None:
     """Run all requests on started drivers; `on_completion` sees each as it finishes, `on_turn` runs between turns.
 
-    A slice may hold at most its even share of the rows that are left, so none idles while work waits. `lending`, started, lends those that have none.
+    A slice may hold at most its even share of the rows that are left, so none idles while work waits. `lending`, started, lends those that have none, also
+    while only other processes have rows left.
     """
     queue, whole = collections.deque(requests), all_rolling_out(len(drivers))
-    while queue or any(driver.active or driver.in_flight for driver in drivers):
+    while queue or any(driver.active or driver.in_flight for driver in drivers) or (lending is not None and lending.outlook.others()):
         moved = False
         rows = tuple(driver.active for driver in drivers)
         for driver, allowance in zip(drivers, allowances(whole if lending is None else lending.state, rows, len(queue)), strict=True):

@@ -106,6 +106,7 @@ class Lending:
 
     def __init__(self, settings: LendingSettings, slices: Sequence[BorrowedSlice], clock: Callable[[], float] = time.monotonic):
         self.settings, self.slices, self._clock = settings, slices, clock
+        self.outlook = processes.Outlook(clock)  # how long the other processes roll out
         self.quantum_seconds = 0.0
         self._open: dict[int, _Loan] = {}
 
@@ -115,6 +116,7 @@ class Lending:
         self._mixture = Mixture(drafter, self.settings.adaptive, work.held_out)
         self._consolidation = Consolidation() if self.settings.consolidate else None
         self._started = self._clock()
+        self.outlook.start()
 
     def prepare(self, lesson: Lesson, measured: DraftBatch) -> None:
         """Compile what loans run, so that none waits for a compiler, and time a quantum; no token counts in either, so nothing is learned."""
@@ -139,14 +141,15 @@ class Lending:
         ended = [number for number, loan in self._open.items() if loan.began is not None and not self.slices[number].in_quantum]
         for number in ended:
             self._end_quantum(number, now)
-        remaining = remaining_seconds(drivers, self.work.earlier_lengths, now - self._started)
+        remaining, elsewhere = remaining_seconds(drivers, queued, self.work.earlier_lengths, now - self._started), self.outlook.others()
+        self.outlook.tell(remaining)
         if self._consolidation is not None:
             self._consolidation.turn(drivers, queued, worth_it=remaining >= self.quantum_seconds)
             self.report.moved_rows = self._consolidation.moved_rows
         readings = tuple(
             Reading(driver.active or len(driver.in_flight), bool(driver.in_flight), number in self._open and self._open[number].began is not None)
             for number, driver in enumerate(drivers))
-        seen = Observation(now, queued, False, remaining, self.quantum_seconds, readings)
+        seen = Observation(now, queued, False, max(remaining, elsewhere), self.quantum_seconds, readings, elsewhere > 0)
         self.state, commands = decide(self.settings.loans, self.state, seen)
         self._obey(commands, now)
         waiting = [self.slices[number].quanta for number in self._open] + [kept.quanta for kept in self._mixture.kept.values()]
@@ -164,6 +167,7 @@ class Lending:
     def end(self) -> Drafter:
         """The phase is over: every slice is back after the quantum that runs on it, and the drafter holds what all of them brought."""
         over = self._clock()
+        self.outlook.tell(0.0)
         for number in tuple(self._open):
             self._open[number].recalled = self._open[number].recalled or over
             if self._open[number].began is not None:
@@ -229,10 +233,10 @@ def brought_together(before: State, brought: Drafter, quanta: int) -> tuple[int,
     return sum(everywhere), Drafter(state, residuals)
 
 
-def remaining_seconds(drivers: Sequence[RolloutDriver], earlier_lengths: Sequence[int], passed: float) -> float:
-    """Estimate for the last row, at the pace of the `passed` seconds of the phase; infinity while no row has written anything."""
+def remaining_seconds(drivers: Sequence[RolloutDriver], queued: int, earlier_lengths: Sequence[int], passed: float) -> float:
+    """Estimate for the last row, at the pace of the `passed` seconds of the phase; infinity while no row has written anything, 0 when no row is left."""
     rows = [row for driver in drivers for row in driver.rows if row is not None]
     longest = max((len(row.tokens) for row in rows), default=0)
     if not longest:
-        return float("inf")
+        return float("inf") if queued or rows else 0.0
     return max(remaining_tokens(len(row.tokens), row.request.max_new_tokens, earlier_lengths) for row in rows) * passed / longest

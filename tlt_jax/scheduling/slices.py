@@ -37,9 +37,10 @@ class Observation(NamedTuple):
     now: float  # seconds of the host's clock
     queued: int  # requests that no slice has taken
     more_may_come: bool  # the phase may still queue requests
-    remaining: float  # estimated seconds until the phase ends; infinity when nothing is known
+    remaining: float  # estimated seconds until the phase ends for all processes; infinity when nothing is known
     quantum: float  # seconds that a quantum takes, as measured
     slices: tuple[Reading, ...]
+    elsewhere: bool = False  # other processes still hold rows of the phase
 
 
 class Slice(NamedTuple):
@@ -70,7 +71,7 @@ def all_rolling_out(count: int) -> Slices:
 
 def decide(settings: LoanSettings, state: Slices, seen: Observation) -> tuple[Slices, Commands]:
     """The state after a tick, and what to do. The same observations give the same commands."""
-    ended = not seen.queued and not seen.more_may_come and not any(reading.rows for reading in seen.slices)
+    ended = not (seen.queued or seen.more_may_come or seen.elsewhere or any(reading.rows for reading in seen.slices))
     worth_it = not seen.queued and not ended and seen.remaining >= seen.quantum
     slices, lend, recall = [], [], []
     for number, (one, reading) in enumerate(zip(state.slices, seen.slices, strict=True)):

@@ -1,21 +1,28 @@
 """The processes of a run: how one joins the others, what they tell each other, and how one leaves that cannot go on.
 
-Every function that talks to the others is collective: all processes call it, in the same order.
+Every function that talks to the others is collective: all processes call it, in the same order. `Outlook` and `Pulse` are not: what a process tells there
+is read whenever the others like.
 """
 
 import os
 import pickle
 import sys
+import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax._src import distributed  # where jax itself, and orbax, find the store of keys and values that all processes share
 from jax.experimental import multihost_utils
 
-HEARTBEAT_SECONDS = 30  # a process that is gone for so long ends the others
+HEARTBEAT_SECONDS = 60  # a process that is gone for so long ends the others: jax aborts them, code 134, where nothing noticed it before
+SILENT_SECONDS = 20  # a process that has not said for so long that it lives is gone
 GONE = 75  # exit code of a process that lost another one; a scheduler may start the job again
+REMAINING = "tlt_jax/remaining/"  # key of what a process told of its rollout phase, by its number
+PULSE, FAREWELL = "tlt_jax/pulse/", "over"  # key of how often a process has said that it lives, by its number; and its last word
+TELL_SECONDS, ASK_SECONDS = 1.0, 0.05  # between two tellings, and between two looks at what the others told
 SMALLEST_MESSAGE = 2**12  # bytes; longer ones grow by powers of two, so that few programs are compiled
 
 
@@ -61,6 +68,60 @@ def gathered(array: np.ndarray) -> list[np.ndarray]:
     return [array] if jax.process_count() == 1 else list(multihost_utils.process_allgather(np.asarray(array)))
 
 
+class Outlook:
+    """How long a rollout phase will take, as its processes estimate it while it runs. Nobody waits for an answer."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock, self._phase = clock, 0
+
+    def start(self) -> None:
+        """A phase begins, the same one in all processes."""
+        self._phase += 1
+        self._told = self._asked = float("-inf")
+        self._others = float("inf") if _several() else 0.0
+
+    def tell(self, seconds: float) -> None:
+        """This process's rows will take so long; 0: they are finished."""
+        now = self._clock()
+        if _several() and now >= self._told + (TELL_SECONDS if seconds else 0):
+            self._told = now if seconds else float("inf")
+            _tell(REMAINING, f"{self._phase} {seconds}")
+
+    def others(self) -> float:
+        """Seconds that the others' rows will take: 0 when all are finished, infinity while one has said nothing yet."""
+        now = self._clock()
+        if self._others and now >= self._asked + ASK_SECONDS:
+            self._asked = now
+            told = [value.split() for number, value in _told(REMAINING).items() if number != jax.process_index()]
+            known = [float(seconds) for phase, seconds in told if int(phase) == self._phase]
+            self._others = max(known) if len(known) == jax.process_count() - 1 else float("inf")
+        return self._others
+
+
+class Pulse:
+    """Whether the others live: each process says so again and again."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock, self._beats, self._heard = clock, 0, {}
+
+    def beat(self) -> list[int]:
+        """Say that this process lives; the numbers of those that did and have not said so for `SILENT_SECONDS`."""
+        if not _several():
+            return []
+        self._beats += 1
+        _tell(PULSE, str(self._beats))
+        now = self._clock()
+        for number, said in _told(PULSE).items():
+            if said != self._heard.get(number, ("", now))[0]:
+                self._heard[number] = (said, now)
+        return [number for number, (said, since) in self._heard.items() if said != FAREWELL and now > since + SILENT_SECONDS]
+
+    def stop(self) -> None:
+        """This process is done, and says nothing from now on."""
+        if _several():
+            _tell(PULSE, FAREWELL)
+
+
 class LeaveAtOnce:
     """Context manager: an error that ends one of several processes ends it at once. A clean exit would wait for the others, who wait for it.
 
@@ -87,6 +148,14 @@ def ended(code: int) -> int:
     if code in (1, 2) and _several():
         leave(code)
     return code
+
+
+def _tell(what: str, value: str) -> None:
+    distributed.global_state.client.key_value_set(f"{what}{jax.process_index()}", value, allow_overwrite=True)
+
+
+def _told(what: str) -> dict[int, str]:
+    return {int(key.removeprefix(what)): value for key, value in distributed.global_state.client.key_value_dir_get(what)}
 
 
 def _several() -> bool:

@@ -15,7 +15,7 @@ from tlt_jax.objectives import advantages as estimators
 from tlt_jax.objectives import losses, policy_update
 from tlt_jax.objectives.policy_update import VALUE_HEAD, PolicyObjective
 from tlt_jax.optimizers import learning_rate, make_optimizer
-from tlt_jax.runtime import policy_driver
+from tlt_jax.runtime import hardware_counters, policy_driver
 from tlt_jax.runtime.policy_driver import Learner
 from tlt_jax.runtime.programs import LearnerPrograms, compile_counter, score_program
 from tlt_jax.scheduling.batching import power_bucket
@@ -82,7 +82,8 @@ def run_step(session: Session, trainer: Trainer, step: int) -> dict[str, float]:
         phase = Phase("rollout", config.algorithm.num_generations, config.rollout.temperature, step)
         scorer = session.generate(views, prompts, phase, trainer.draft)
     del views
-    decoding, spans = session.decode_report(), session.rollout_spans()
+    decoding, (spans, loans) = session.decode_report(), session.rollout_report()
+    slices = len(session.meshes.publish.devices)
     with timing.of("reward"):
         scorer.finish()
     if trainer.draft is not None:
@@ -102,10 +103,11 @@ def run_step(session: Session, trainer: Trainer, step: int) -> dict[str, float]:
             session.phase("distilling")
             distilled = trainer.draft.run(trainer.policy.params)
     session.reporter.record_samples(step, samples_of(session, scorer, sequence_advantages))
-    session.reporter.record_timeline(step, rl_metrics.step_spans(timing, spans, session.meshes.slice_ids))
+    session.reporter.record_timeline(step, rl_metrics.step_spans(timing, spans, slices))
     faults = rl_metrics.of_pool(processes.exchange(collections.Counter(session.pool.counts) - verdicts))
     metrics = rl_metrics.of_rollout(scorer, timing) | decoding | rl_metrics.of_updates(stats) | faults
-    metrics |= _reward_kl(config, trajectories) | distilled | rl_metrics.of_loans(session.loans, spans, len(session.drivers), timing)
+    metrics |= _reward_kl(config, trajectories) | distilled | rl_metrics.of_loans(loans, spans, slices, timing)
+    metrics |= hardware_counters.metrics([sample for told in processes.exchange(session.counters.taken()) for sample in told])
     metrics |= {"perf/compiles": compile_counter().count - compiles[0], "perf/compile_seconds": compile_counter().seconds - compiles[1]}
     return metrics | {"policy/lr": _policy_lr(config, trainer), "data/epoch": trainer.order.epoch}
 

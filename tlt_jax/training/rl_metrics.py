@@ -93,22 +93,22 @@ def of_pool(counts: Sequence[Mapping[str, int]]) -> dict[str, float]:
     return {"reward/errors": errors - timeouts, "reward/timeouts": timeouts}
 
 
-def of_loans(report: LoanReport | None, spans: Sequence[Span], slices: int, timing: Stopwatch) -> dict[str, float]:
-    """scheduler/ metrics of a step from its loans and the spans of its rollout; none when nothing could be lent."""
-    if report is None:
+def of_loans(reports: Sequence[LoanReport], spans: Sequence[Span], slices: int, timing: Stopwatch) -> dict[str, float]:
+    """scheduler/ metrics of a step from the loans of each process and the spans of its rollout on all `slices`; none when nothing could be lent."""
+    if not reports:
         return {}
     window = min((span.start for span in spans), default=0.0), max((span.end for span in spans), default=0.0)
     return {
-        "scheduler/loans": report.loans, "scheduler/lent_seconds": report.lent_seconds,
-        "scheduler/distilling_seconds": sum(span.end - span.start for span in report.spans if span.kind == "distilling"),
-        "scheduler/quanta": report.trained, "scheduler/skipped_quanta": report.skipped, "scheduler/mergers": report.mergers,
-        "scheduler/recall_seconds": report.recall_seconds, "scheduler/added_seconds": report.added_seconds + timing.seconds["distill"],
-        "scheduler/moved_rows": report.moved_rows
+        "scheduler/loans": sum(report.loans for report in reports), "scheduler/lent_seconds": sum(report.lent_seconds for report in reports),
+        "scheduler/distilling_seconds": sum(span.end - span.start for span in spans if span.kind == "distilling"),
+        "scheduler/quanta": sum(report.trained for report in reports), "scheduler/skipped_quanta": sum(report.skipped for report in reports),
+        "scheduler/mergers": sum(report.mergers for report in reports), "scheduler/recall_seconds": max(report.recall_seconds for report in reports),
+        "scheduler/added_seconds": max(report.added_seconds for report in reports) + timing.seconds["distill"],
+        "scheduler/moved_rows": sum(report.moved_rows for report in reports)
     } | timeline.loan_metrics(timeline.with_idle(spans, slices, *window))
 
 
-def step_spans(timing: Stopwatch, rollout: Sequence[Span], slice_ids: Sequence[int]) -> list[Span]:
-    """What each of this process's slices did from the start of the step until now. `rollout` counts them from 0, the result by their numbers in the run."""
-    whole = [Span(number, ALL_SLICES[name], *part) for name, part in timing.parts.items() if name in ALL_SLICES for number in range(len(slice_ids))]
-    filled = timeline.with_idle([*rollout, *whole], len(slice_ids), timing.started, time.monotonic())
-    return [span._replace(slice=slice_ids[span.slice]) for span in filled]
+def step_spans(timing: Stopwatch, rollout: Sequence[Span], slices: int) -> list[Span]:
+    """What each of all `slices` did from the start of the step until now."""
+    whole = [Span(number, ALL_SLICES[name], *part) for name, part in timing.parts.items() if name in ALL_SLICES for number in range(slices)]
+    return timeline.with_idle([*rollout, *whole], slices, timing.started, time.monotonic())

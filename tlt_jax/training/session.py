@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -9,6 +10,7 @@ import jax
 
 from tlt_jax.objectives.policy_update import without_value_head
 from tlt_jax.rewards.pool import RewardPool
+from tlt_jax.runtime.hardware_counters import HardwareCounters
 from tlt_jax.runtime.lending import Lending, LoanReport
 from tlt_jax.runtime.policy_driver import Publisher
 from tlt_jax.runtime.rollout_driver import RolloutDriver
@@ -55,6 +57,7 @@ class Session:
     pool: RewardPool
     reporter: Reporter
     watchdog: Watchdog = dataclasses.field(default_factory=Watchdog.asleep)
+    counters: HardwareCounters = dataclasses.field(default_factory=lambda: HardwareCounters(None))
     publisher: Publisher | None = None
     published: int = 0  # versions of the policy that were published before this process
     loans: LoanReport | None = None  # of the latest rollout phase; None: nothing could be lent
@@ -103,13 +106,18 @@ class Session:
             if learner is not None:
                 learner.add(completion)
 
-        def show() -> None:
-            scorer.poll()
-            done = sum(completion is not None for completion in scorer.completions)
-            self.phase(phase.name, rows_active=engine.active, finished=done, of=len(scorer.completions) - len(others))
+        done = 0
 
-        count, own = jax.process_count(), jax.process_index()
-        others = frozenset(index for index in range(len(scorer.completions)) if index // phase.generations % count != own)
+        def show() -> None:
+            nonlocal done
+            scorer.poll()
+            before, own = done, len(scorer.completions) - len(others)
+            done = sum(completion is not None for completion in scorer.completions)
+            if before < own:  # a process that waits for the others' rows does not get on, whatever it trains meanwhile
+                self.phase(phase.name, rows_active=engine.active, finished=done, of=own)
+
+        here = range(len(scorer.completions))
+        others = frozenset(index for index in here if index // phase.generations % jax.process_count() != jax.process_index())
         engine.run(Weights(views, self.publisher.version), prompts, phase, finish, show, others)
         if learner is not None:
             learner.end_phase()
@@ -121,11 +129,19 @@ class Session:
         own = [(some, driver.choice.plain_rates()) for some, driver in zip(dispatches, self.drivers, strict=True)]
         return decode_report.report([one for told in processes.exchange(own) for one in told])
 
-    def rollout_spans(self) -> list[timeline.Span]:
-        """What this process's slices, counted from 0, did in the latest rollout phase; they may overlap."""
+    def rollout_report(self) -> tuple[list[timeline.Span], list[LoanReport]]:
+        """What the slices of all processes did in the latest rollout phase, by their numbers in the run, and the loans of each process; collective.
+
+        Spans may overlap. Their times are those of this process, as far as the clocks of the hosts agree.
+        """
         choices = enumerate(driver.choice for driver in self.drivers)
-        spans = [span for number, choice in choices for span in timeline.of_phase(number, choice.admissions, choice.dispatches)]
-        return spans if self.loans is None else spans + self.loans.spans
+        own = [span for number, choice in choices for span in timeline.of_phase(number, choice.admissions, choice.dispatches)]
+        own += [] if self.loans is None else self.loans.spans
+        spans = [span._replace(slice=self.meshes.slice_ids[span.slice]) for span in own]
+        told = processes.exchange((time.time() - time.monotonic(), spans, None if self.loans is None else dataclasses.replace(self.loans, spans=[])))
+        here, *_ = told[jax.process_index()]
+        moved = [span._replace(start=span.start + there - here, end=span.end + there - here) for there, spans, _ in told for span in spans]
+        return moved, [loans for *_, loans in told if loans is not None]
 
     def selector_states(self) -> list[dict]:
         """What every slice of the run has learned about its strategies, as plain values; collective."""

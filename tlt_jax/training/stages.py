@@ -14,6 +14,8 @@ from tlt_jax.checkpoints.run_state import RunStateStore, StepDescription
 from tlt_jax.checkpoints.step_manifest import Leaves
 from tlt_jax.checkpoints.tensor_layout import nest
 from tlt_jax.rewards.pool import RewardPool
+from tlt_jax.runtime import hardware_counters
+from tlt_jax.runtime.hardware_counters import HardwareCounters
 from tlt_jax.runtime.policy_driver import Learner
 from tlt_jax.runtime.programs import compile_counter
 from tlt_jax.runtime.watchdog import Watchdog
@@ -102,9 +104,10 @@ def run(config: Config, workdir: str) -> None:
         return
     several = jax.process_count() > 1
     watchdog = Watchdog(60 * config.watchdog_minutes, f"process {jax.process_index()} of {jax.process_count()}") if several else Watchdog.asleep()
-    with RewardPool(build.pool_settings(config), build.make_scorer(config, task)) as pool, PreemptionSignal() as signal, watchdog:
+    counters = HardwareCounters(hardware_counters.reader())
+    with RewardPool(build.pool_settings(config), build.make_scorer(config, task)) as pool, PreemptionSignal() as signal, watchdog, counters:
         drivers = build.make_drivers(config, model.spec, meshes, compile_ahead="rl" in config.stages.order)
-        session = Session(config, workdir, model, task, held_out, meshes, drivers, pool, reporter, watchdog)
+        session = Session(config, workdir, model, task, held_out, meshes, drivers, pool, reporter, watchdog, counters)
         try:
             _say_start(session, lines, step, resumed)
             if config.reward.kind == "user":
