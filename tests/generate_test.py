@@ -290,6 +290,7 @@ def test_an_overflow_is_an_error_that_names_the_row(tmp_path, capsys, devices):
 @pytest.mark.slow
 def test_a_gguf_gives_the_reference_continuation_up_to_the_first_near_tie(shared, smollm2_gguf, tmp_path, devices):
     reference = json.loads((shared / "golden" / "smollm2_reference.json").read_text())["prompts"]
+    reference = [row | {name: row[name][:24] for name in ("token_ids", "logprobs", "margin")} for row in reference]  # the engine goes on in smollm2_test
     longest = max(len(row["token_ids"]) for row in reference)
     options = ["--config.rollout.temperature=0", "--config.precision.rollout=float32", f"--config.rollout.max_new_tokens={longest}"]
     rows = run(tmp_path, smollm2_gguf, [{"prompt_ids": row["prompt_ids"]} for row in reference], *options)

@@ -143,7 +143,7 @@ def long_tail(seed: int, count: int = 64, limit: int = 4096) -> list[int]:
     return np.minimum(60 * (1 + np.random.default_rng(seed).pareto(1.1, count)), limit).astype(int).tolist()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_lendable_time_is_spent_distilling_and_the_step_hardly_grows(monkeypatch, seed):
     plain, *_ = phase(monkeypatch, long_tail(seed), lend=False)
     seconds, lending, _ = phase(monkeypatch, long_tail(seed))
@@ -171,19 +171,19 @@ def test_the_time_that_loans_take_before_the_first_row_and_after_the_last_one_is
 
 @pytest.mark.parametrize("lengths", [[16, 40] * 4, []], ids=["some rows", "no rows"])
 def test_a_process_whose_rows_are_done_trains_on_all_its_slices_until_the_others_are_done(monkeypatch, lengths):
-    seconds, lending, drafter = phase(monkeypatch, lengths, others_until=30.0)
+    seconds, lending, drafter = phase(monkeypatch, lengths, others_until=8.0)
     report = lending.report
-    assert 30.0 <= seconds <= 30.0 + 2 * event_loop.LENDING_POLL_SECONDS and report.loans == 4
+    assert 8.0 <= seconds <= 8.0 + 2 * event_loop.LENDING_POLL_SECONDS and report.loans == 4
     trained = [[span for span in report.spans if span.slice == number] for number in range(4)]
     for spans in trained:
-        assert sum(span.end - span.start for span in spans) >= 0.95 * 29 and spans[-1].end <= 30.0
-    assert drafter.master.params["x"] > 100
+        assert sum(span.end - span.start for span in spans) >= 0.9 * 7 and spans[-1].end <= 8.0
+    assert drafter.master.params["x"] > 20
     assert lending.outlook.told[-1] == 0.0 and (not lengths or lending.outlook.told[0] > 0)
 
 
 def test_without_texts_or_with_one_slice_nothing_is_trained_and_the_phase_takes_as_long(monkeypatch):
-    plain, *_ = phase(monkeypatch, long_tail(0), lend=False)
-    seconds, lending, drafter = phase(monkeypatch, long_tail(0), texts=False)
+    plain, *_ = phase(monkeypatch, long_tail(0, 24), lend=False)
+    seconds, lending, drafter = phase(monkeypatch, long_tail(0, 24), texts=False)
     assert seconds == plain and lending.report.trained == 0 and drafter.master.params["x"] == 0
     plain, *_ = phase(monkeypatch, long_tail(0, 16), slices=1, lend=False)
     seconds, lending, _ = phase(monkeypatch, long_tail(0, 16), slices=1)

@@ -94,22 +94,22 @@ def last_drafter():
 
 
 @pytest.fixture(scope="module")
-def trees(pytestconfig):
-    """(chain, tree) of the cases: deep ones for the full product."""
-    return (CHAIN, TREE) if pytestconfig.getoption("--full") else (SHALLOW_CHAIN, SHALLOW_TREE)
+def size(pytestconfig):
+    """(chain, tree, slots) of the cases: the full product has deep trees and more numbers of rows, each of which is compiled."""
+    return (CHAIN, TREE, 4) if pytestconfig.getoption("--full") else (SHALLOW_CHAIN, SHALLOW_TREE, 2)
 
 
 @pytest.mark.usefixtures("one_drafter")
-def test_a_speculative_rollout_returns_the_tokens_of_a_plain_one(engine_of, tiny, drafters, requests, plain_runs, case, trees, monkeypatch):
+def test_a_speculative_rollout_returns_the_tokens_of_a_plain_one(engine_of, tiny, drafters, requests, plain_runs, case, size, monkeypatch):
     sampling, name, strategy, slices, order = case
-    expected, (chain, tree) = plain_runs(sampling), trees
+    expected, (chain, tree, slots) = plain_runs(sampling), size
     if strategy == "random":
         generator = random.Random(str(case))
         monkeypatch.setattr(measured_choice, "choose", lambda settings, state, seen: (state, generator.choice((OFF, tree))))
     rows = requests if order == "given" else random.Random(3).sample(requests, len(requests))
     engine = engine_of(devices=slices, slices=slices, drafter=drafters["eagle" if name == "adversary" else name])
     params = jax.tree.map(lambda leaf: leaf * -5 if leaf.dtype == np.float32 else leaf, engine.new_drafter()) if name == "adversary" else None
-    settings = speculating(tiny, chain if strategy == "chain" else tree, rounds_per_dispatch=1 if strategy == "random" else 3)
+    settings = speculating(tiny, chain if strategy == "chain" else tree, rounds_per_dispatch=1 if strategy == "random" else 3, slots=slots)
     done = engine.run(rows, settings, drafter_params=params, **SAMPLINGS[sampling])
     assert_same(tiny, expected, done, **SAMPLINGS[sampling])
     for index, completion in done.items():

@@ -44,15 +44,15 @@ MEMBER = """
     from tlt_jax.runtime import watchdog
     from tlt_jax.sharding import processes
 
-    watchdog.CHECK_SECONDS, processes.SILENT_SECONDS = 0.1, 2
+    watchdog.CHECK_SECONDS, processes.SILENT_SECONDS = 0.1, 1
     address, number, kind = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     processes.join(processes.Member(address, 2, number))
     with watchdog.Watchdog(60, f"process {number} of 2"):
         processes.exchange(0)
-        time.sleep(1 if number else 5)
+        time.sleep(0.5 if number else 3)
         if number and kind == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(5 if number else 0)
+    time.sleep(3 if number else 0)
     print("over")
 """
 
