@@ -81,7 +81,8 @@ def test_the_timeline_has_the_slices_of_both_processes(place, runs):
     for workdir in ("alone", "together"):
         for slices in place.timeline(workdir).values():
             kinds = [{kind for kind, *_ in spans} for spans in slices.values()]
-            assert sorted(slices) == [f"slice {number}" for number in range(4)] and all("update" in some and some & {"rollout", "speculative", "compile"} for some in kinds)
+            assert sorted(slices) == [f"slice {number}" for number in range(4)]
+            assert all("update" in some and some & {"rollout", "speculative", "compile"} for some in kinds)
 
 
 def test_both_processes_serve_one_drafter_that_all_their_slices_have_trained(place, runs):
