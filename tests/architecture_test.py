@@ -34,11 +34,11 @@ HOST_PURE = ("tasks", "rewards", "scheduling", "strategies")
 HOST_FILES = tuple(
     f"tlt_jax/training/{name}.py"
     for name in (
-        "settings", "settings_rules", "command_line", "compile_cache", "reporting", "health", "progress", "curves", "json_lines", "text_buffer",
-        "timeline_files")
+        "settings", "settings_rules", "algorithm_rules", "presets", "command_line", "compile_cache", "reporting", "health", "progress", "curves", "json_lines",
+        "text_buffer", "timeline_files")
 )
 JAX_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax", "chex")
-SETTINGS_FILES = ("tlt_jax/training/settings.py", "tlt_jax/training/settings_rules.py", "tlt_jax/training/command_line.py")
+SETTINGS_FILES = tuple(f"tlt_jax/training/{name}.py" for name in ("settings", "settings_rules", "algorithm_rules", "presets", "command_line"))
 
 BANNED_WORDS = {"utils", "util", "helper", "helpers", "manager", "base", "common", "lib", "misc"}
 LINES = {"module": 400, "class": 150, "function": 60, "command": 80}

@@ -70,3 +70,4 @@ class PackedBatch:
     reference_logprobs_BT: jax.Array  # float32, zeros when no reference is used
     old_values_BT: jax.Array  # float32, zeros without a critic
     returns_BT: jax.Array  # float32, zeros without a critic
+    beta: jax.Array  # float32 scalar, weight of the KL to the reference in the loss

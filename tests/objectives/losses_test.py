@@ -120,6 +120,15 @@ def test_under_the_sequence_ratio_each_token_keeps_its_own_advantage():
     np.testing.assert_allclose(gradient_BT[0], np.prod([1.2, 0.8, 1.1]) ** 0.25 / 4 * np.asarray([1.0, 2.0, 0.5, 3.0]), atol=1e-6)
 
 
+@pytest.mark.parametrize(("cap", "weights"), [(5.0, [0.7, 0.9, 1.1, 1.25, 1.5, 4.0]), (1.28, [0.7, 0.9, 1.1, 1.25, 1.28, 1.28])])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_cispo_cuts_the_weight_and_keeps_the_gradient_of_every_token(cap, weights, sign):
+    value, gradient_BT, metrics = policy(np.log(RATIOS), sign * np.ones((1, 6)), np.ones((1, 6)), LossSettings(cispo_cap=cap))
+    np.testing.assert_allclose(6 * gradient_BT[0], -sign * np.asarray(weights), atol=1e-6)
+    np.testing.assert_allclose(value, -sign * np.mean(weights * (np.log(RATIOS[0]) - 1.0)), atol=1e-6)
+    assert metrics["policy/clip_fraction"] == pytest.approx(np.greater(RATIOS, cap).mean()) and metrics["policy/dual_clip_fraction"] == 0
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
@@ -327,6 +336,15 @@ def test_the_kl_loss_is_beta_times_the_mean_without_reading_padding():
     np.testing.assert_allclose(gradient_BT[0], 0.5 / 3 * np.asarray([0.223144, -0.693147, 0, 0]), atol=1e-6)
 
 
+def test_a_weight_of_the_kl_that_changes_from_step_to_step_goes_before_the_fixed_one():
+    arguments = jnp.log(row([0.5, 0.25])), jnp.log(row([0.4, 0.5])), row([1, 1])
+    settings = LossSettings(beta=0.5)
+    fixed, _ = kl_loss(*arguments, settings)
+    steered, metrics = jax.jit(lambda beta: kl_loss(*arguments, settings, beta=beta))(0.25)
+    np.testing.assert_allclose(2 * steered.value, fixed.value, rtol=1e-6)
+    np.testing.assert_allclose(metrics["policy/kl"].value, 2 * fixed.value, rtol=1e-6)
+
+
 def test_the_entropy_term_lowers_the_loss_by_its_coefficient():
     part, metrics = entropy_loss(row([1.0, 2.0, np.nan]), row([1, 1, 0]), LossSettings(entropy_coef=0.1))
     np.testing.assert_allclose([part.value, metrics["policy/entropy"].value], [-0.15, 1.5], atol=1e-6)
@@ -356,6 +374,8 @@ def test_the_value_loss_holds_the_reference_vectors(clip, expected, fraction):
         ({"ratio_level": "row"}, "ratio_level"),
         ({"epsilon": 1.5}, "clip range"),
         ({"dual_clip": 0.5}, "dual_clip"),
+        ({"cispo_cap": 0.0}, "cispo_cap"),
+        ({"cispo_cap": 5.0, "dual_clip": 3.0}, "cispo_cap"),
         ({"importance_sampling_cap": 0.0}, "floor < cap"),
         ({"importance_sampling_mode": "drop"}, "importance_sampling_mode"),
     ],

@@ -26,7 +26,7 @@ def refused(capsys, *argv, **options):
 
 
 LEARNS = ("--config.drafter.quanta_per_step=1", "--config.speculative.method=eagle")
-NEEDED = {"drafter.freeze": LEARNS, "rollout.consolidate_tail": LEARNS}  # what a key is nothing without
+NEEDED = {"drafter.freeze": LEARNS, "rollout.consolidate_tail": LEARNS, "reward.whiten": ("--config.algorithm.name=rloo",)}  # what a key is nothing without
 
 
 @pytest.mark.parametrize("name", BOOLEANS)

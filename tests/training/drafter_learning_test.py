@@ -20,8 +20,9 @@ LEARNING = (*SCORED, "drafter.quanta_per_step=4", "drafter.features=old_logprobs
 
 
 SLICED = (
-    "stages.rl.steps=4", "checkpoint.every_steps=2", "mesh.train.fsdp=1", "mesh.train.data=-1", "mesh.rollout_slices=4", "batch.tokens_per_microbatch=512",
-    "distill.tokens_per_update=256")
+    "stages.rl.steps=4", "checkpoint.every_steps=2", "checkpoint.keep=5", "mesh.train.fsdp=1", "mesh.train.data=-1", "mesh.rollout_slices=4",
+    "batch.tokens_per_microbatch=768", "distill.tokens_per_update=768", "rollout.max_new_tokens=64",
+    "rollout.rounds_per_dispatch=1")  # answers with a tail, in which some slices are idle
 
 # Before the runs of one process: a job may be stopped by SIGTERM when its nth quantum has begun (each slice runs two to be
 # compiled and timed), mergers keep half back as residuals, and every phase says with
@@ -56,7 +57,7 @@ def sliced(tmp_path_factory, request):
     parts = place.arguments("parts", *OPTIONS, *SLICED, *idle)
     place.full = request.config.getoption("full")
     more = [] if not place.full else [
-        (place.arguments("frozen", *OPTIONS, *SLICED, *idle, "drafter.freeze=true"), None), (parts, ["quantum", 2 * 4 + 3]), (parts, None),
+        (place.arguments("frozen", *OPTIONS, *SLICED, *idle, "drafter.freeze=true"), None), (parts, ["quantum", 2 * 4 + 5]), (parts, None),
         *((place.arguments(f"slices{count}", *OPTIONS, *SLICED, *idle, f"mesh.rollout_slices={count}"), None) for count in (1, 2))]
     place.said = place.jobs((place.arguments("idle", *OPTIONS, *SLICED, *idle), None), (place.arguments("used", *OPTIONS, *SLICED), None), *more)
     return place

@@ -14,7 +14,8 @@ def timing(monkeypatch):
     monkeypatch.setattr(rl_metrics.time, "monotonic", lambda: 12.0)
     timing = Stopwatch()
     timing.started = 0.0
-    timing.parts = {"publish": (0.0, 1.0), "rollout": (1.0, 6.0), "reward": (6.0, 7.0), "score": (7.0, 8.0), "update": (8.0, 10.0), "distill": (10.0, 12.0)}
+    ends = {"publish": 1.0, "rollout": 6.0, "reward": 7.0, "score": 8.0, "update": 10.0, "distill": 12.0}
+    timing.parts = {name: [(start, end)] for (name, end), start in zip(ends.items(), (0.0, *ends.values()), strict=False)}
     return timing
 
 
@@ -24,6 +25,11 @@ def test_a_step_is_filled_with_its_rollout_and_what_all_slices_do(timing):
     one = [("publish", 0.0, 1.0), ("prefill", 1.0, 2.0), ("rollout", 2.0, 6.0), ("idle", 6.0, 7.0), *after]
     other = [("publish", 0.0, 1.0), ("idle", 1.0, 1.5), ("speculative", 1.5, 4.0), ("distilling", 4.0, 5.0), ("idle", 5.0, 7.0), *after]
     assert step_spans(timing, rollout, 2) == [*(Span(0, *part) for part in one), *(Span(1, *part) for part in other)]
+
+
+def test_a_part_that_comes_several_times_is_added_up(timing):
+    timing.parts["rollout"].append((7.0, 7.5))
+    assert timing.seconds["rollout"] == 5.5 and timing.seconds["reward"] == 1.0
 
 
 def test_the_drafter_adds_to_a_step_its_training_after_the_update_and_what_it_held_up_the_rollout(timing):

@@ -1,6 +1,8 @@
 """One RL step and a few in a row on a tiny policy with scripted rewards: who counts, which tokens carry what, how often is updated, and that it learns."""
 
+import dataclasses
 import itertools
+import json
 
 import jax
 import numpy as np
@@ -318,3 +320,93 @@ def test_a_trivial_reward_is_learned_in_twenty_steps(trial, options):
     rewards = [run.step(number)["reward/mean"] for number in range(1, 21)]
     assert np.mean(rewards[:2]) < 0.15
     assert np.mean(rewards[-2:]) > 0.5
+
+
+def draws_of(run):
+    """Counts how often prompts are drawn in a step."""
+    counts, draw = [], run.trainer.order.draw
+    run.trainer.order.draw = lambda count: counts.append(count) or draw(count)
+    return counts
+
+
+def test_dynamic_sampling_draws_until_the_groups_are_informative_and_keeps_the_surplus_for_the_next_step(trial):
+    equal, mixed = [0.5] * 4, [1, 0, 0, 1]
+    run = trial(script(equal, mixed, equal, equal, mixed, mixed, mixed, equal), algorithm__dynamic_sampling=True)
+    drawn = draws_of(run)
+    metrics = run.step(1)
+    assert drawn == [2, 2, 2] and (metrics["data/draws"], metrics["data/informative_share"], metrics["data/surplus_groups"]) == (3, 0.5, 1)
+    assert len(run.samples()) == 8 and {sample.reward for sample in run.samples()} == {0, 1} and metrics["reward/mean"] == 0.5
+    waiting = run.trainer.sampler.surplus
+    logprobs = {completion.request.prompt_ids + completion.token_ids: completion.logprobs for completion in waiting.completions}
+    metrics = run.step(2)
+    assert metrics["data/draws"] == 1 and metrics["data/stale_share"] == 0.5 and metrics["data/surplus_groups"] == 0
+    stale = [(tokens, numbers) for tokens, _, numbers in run.sequences(update=1) if tokens in logprobs]
+    assert len(stale) >= 4  # the old log-probs of an earlier step's answer are those it was sampled with
+    for tokens, numbers in stale:
+        np.testing.assert_array_equal(numbers["old_logprobs"], np.float32(logprobs[tokens]))
+
+
+def test_surplus_groups_are_what_they_were_after_a_checkpoint(trial):
+    run = trial(script([1, 0, 0, 1], [0, 0, 0, 0], [0, 1, 1, 1], [0, 0, 0, 1]), algorithm__dynamic_sampling=True)
+    run.step(1)
+    sampler = run.trainer.sampler
+    before, arrays, state = sampler.surplus, sampler.arrays(), json.loads(json.dumps(sampler.state()))
+    assert len(before.prompts) == 1
+    sampler.surplus = before.groups([])
+    sampler.restore(state, arrays)
+    again = sampler.surplus
+    assert again.prompts == before.prompts and [one.score for one in again.scores] == [one.score for one in before.scores]
+    for one, other in zip(again.completions, before.completions, strict=True):
+        assert one.token_ids == other.token_ids and one.finish_reason == other.finish_reason
+        np.testing.assert_array_equal(np.float32(one.logprobs), np.float32(other.logprobs))
+        assert dataclasses.replace(one.request, index=0) == dataclasses.replace(other.request, index=0)
+
+
+def test_a_step_without_any_informative_group_stops_drawing_and_changes_no_parameter(trial):
+    run = trial(lambda item: 0.5, algorithm__dynamic_sampling=True, algorithm__max_draws=2)
+    before, drawn = run.params(), draws_of(run)
+    metrics = run.step(1)
+    assert drawn == [2, 2] and metrics["data/informative_share"] == 0 and metrics["policy/grad_norm"] == 0
+    assert_unchanged(before, run.params())
+
+
+def test_a_prompt_that_is_drawn_twice_in_a_step_gets_other_answers(trial):
+    run = trial(lambda item: 0.5, algorithm__dynamic_sampling=True, algorithm__max_draws=2, data__arithmetic__train_size=2)
+    run.step(1)
+    answers = [sample.response for sample in run.samples() if sample.id.split("/")[0] == run.samples()[0].id.split("/")[0]]
+    assert len(answers) == 8 and sorted(answers[:4]) != sorted(answers[4:])
+
+
+def test_a_reward_of_scope_step_sees_all_answers_together_after_the_last_one(trial, tmp_path):
+    ranks = "def score(responses):\n    order = sorted(responses)\n    return [order.index(one) / len(order) for one in responses]\n"
+    (tmp_path / "ranks.py").write_text(ranks)
+    run = trial(None, reward__scope="step")
+    pool = RewardPool(PoolSettings(workers=0), Scorer("user", {"path": str(tmp_path / "ranks.py"), "function": "score"}))
+    run.session.pool = pool
+    run.step(1)
+    order = sorted(sample.response for sample in run.samples())
+    assert len(order) == 8 and [sample.reward for sample in run.samples()] == [order.index(sample.response) / 8 for sample in run.samples()]
+
+
+@pytest.mark.parametrize("placement", ["loss", "reward"])
+def test_the_weight_of_the_kl_is_steered_to_its_target_after_every_step(trial, placement):
+    kind = "k1" if placement == "reward" else "k3"
+    options = dict(algorithm__beta=0.1, algorithm__kl_placement=placement, algorithm__kl_kind=kind, algorithm__kl_horizon=8, optimizer__lr=5e-2)
+    run = trial(by_digits, algorithm__kl_target=1e-5, **options)
+    weights, batches = [], run.updates["policy"]
+    for number in range(1, 4):
+        weights.append(run.step(number)["policy/kl_weight"])
+    assert weights[0] == 0.1 and weights[1] == pytest.approx(0.08)  # the first step's KL is 0
+    assert weights[2] > weights[1] or run.trainer.beta > weights[2]
+    if placement == "loss":
+        assert [float(step[0][0].beta) for step in batches] == pytest.approx(weights)
+
+
+@pytest.mark.parametrize("options", [
+    {"algorithm__policy_loss": "cispo"}, {"algorithm__name": "reinforce_plus_plus"}, {"algorithm__name": "rloo"},
+    {"algorithm__policy_loss": "gspo", "algorithm__loss_agg_mode": "seq-mean-token-mean", "algorithm__epsilon": 3e-4, "algorithm__epsilon_high": 4e-4}],
+    ids=str)
+def test_every_loss_and_estimator_moves_the_policy_towards_the_reward(trial, options):
+    run = trial(lambda item: item.response.count("7") / 12, batch__prompts_per_step=4, batch__tokens_per_microbatch=512, optimizer__lr=3e-2, **options)
+    rewards = [run.step(number)["reward/mean"] for number in range(1, 9)]
+    assert np.mean(rewards[-2:]) > 2 * np.mean(rewards[:2])

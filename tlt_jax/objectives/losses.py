@@ -5,7 +5,7 @@ the split. Metrics are WeightedMeans over response tokens. Inputs are float32 lo
 read. Not here: advantages, and the optimizer step.
 
 Formulas: PPO clip (Schulman 2017), dual clip (Ye 2020), clip-higher and token mean (DAPO), fixed-length mean (Dr.GRPO), sequence ratio (GSPO),
-k1/k2/k3 (Schulman's note on approximating KL), truncated importance sampling between sampler and trainer.
+CISPO (MiniMax-M1), k1/k2/k3 (Schulman's note on approximating KL), truncated importance sampling between sampler and trainer.
 """
 
 import dataclasses
@@ -41,6 +41,7 @@ class LossSettings:
     importance_sampling_floor: float = 0.0
     importance_sampling_mode: str = "truncate"  # or "mask": weights outside [floor, cap] become 0
     ratio_level: str = "token"  # or "sequence": GSPO's length-normalised ratio
+    cispo_cap: float | None = None  # c: the loss is CISPO's −min(ρ, c) · A · lp, without gradient through the weight; None: the clipped one
     value_clip: float | None = 0.2
     value_coef: float = 1.0
 
@@ -60,6 +61,8 @@ class LossSettings:
             raise ValueError(f"clip range needs 0 <= epsilon <= 1 and epsilon_high >= 0, got {self.epsilon} and {self.epsilon_high}")
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise ValueError(f"dual_clip must be above 1 (3 is usual), got {self.dual_clip}")
+        if self.cispo_cap is not None and (self.cispo_cap <= 0 or self.dual_clip is not None or self.ratio_level != "token"):
+            raise ValueError(f"cispo_cap {self.cispo_cap} must be above 0, with token ratios and without dual_clip: CISPO bounds the weight of every token")
         if self.importance_sampling_cap is not None and not 0 <= self.importance_sampling_floor < self.importance_sampling_cap:
             raise ValueError(f"importance sampling needs 0 <= floor < cap, got floor {self.importance_sampling_floor} and cap {self.importance_sampling_cap}")
 
@@ -74,7 +77,7 @@ class PolicyRatios(NamedTuple):
 def clipped_policy_loss(
     logprobs_BT, old_logprobs_BT, advantages_BT, mask_BT, settings: LossSettings, *, segments_BT=None, rollout_logprobs_BT=None
 ) -> tuple[WeightedMean, dict[str, WeightedMean]]:
-    """PPO's max(−A ρ, −A clip(ρ)) with the options of `settings`, aggregated by `loss_agg_mode`; metrics under policy/ and sampler/.
+    """PPO's max(−A ρ, −A clip(ρ)), or CISPO's −min(ρ, c) A lp, with the options of `settings`, aggregated by `loss_agg_mode`; metrics policy/ and sampler/.
 
     `segments_BT` numbers the sequences packed into a row from 1 (0 = padding); None means one sequence a row. `rollout_logprobs_BT` are the sampler's,
     at the same definition; with a cap they weigh the loss (see `importance_weights`), without one their mismatch is only reported.
@@ -82,15 +85,12 @@ def clipped_policy_loss(
     mask_BT, segments_BT = _sequences(mask_BT, segments_BT)
     advantages_BT = keep(advantages_BT, mask_BT)
     log_ratio_BT, ratio_BT = policy_ratios(logprobs_BT, old_logprobs_BT, mask_BT, segments_BT, settings)
-    free_BT = -advantages_BT * ratio_BT
-    clipped_BT = -advantages_BT * jnp.clip(ratio_BT, 1 - settings.epsilon, 1 + settings.epsilon_high)
-    is_clipped_BT = clipped_BT > free_BT
-    losses_BT = jnp.where(is_clipped_BT, clipped_BT, free_BT)
-    is_dual_BT = jnp.zeros_like(is_clipped_BT)
-    if settings.dual_clip is not None:
-        bound_BT = -settings.dual_clip * advantages_BT
-        is_dual_BT = (advantages_BT < 0) & (losses_BT > bound_BT)
-        losses_BT = jnp.where(is_dual_BT, bound_BT, losses_BT)
+    if settings.cispo_cap is None:
+        losses_BT, is_clipped_BT, is_dual_BT = _clipped(advantages_BT, ratio_BT, settings)
+    else:
+        weight_BT = jax.lax.stop_gradient(jnp.minimum(ratio_BT, settings.cispo_cap))
+        losses_BT, is_clipped_BT = -weight_BT * advantages_BT * keep(logprobs_BT, mask_BT), ratio_BT > settings.cispo_cap
+        is_dual_BT = jnp.zeros_like(is_clipped_BT)
     fractions = {
         "policy/clip_fraction": is_clipped_BT,
         "policy/clip_fraction_low": is_clipped_BT & (ratio_BT < 1),
@@ -108,6 +108,19 @@ def clipped_policy_loss(
     elif settings.importance_sampling_cap is not None:
         raise ValueError("importance_sampling_cap is set, so clipped_policy_loss needs rollout_logprobs_BT")
     return aggregate(losses_BT, mask_BT, settings, segments_BT=segments_BT), metrics
+
+
+def _clipped(advantages_BT, ratio_BT, settings: LossSettings) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(losses, where the clip of the ratio holds, where the bound of negative advantages does)."""
+    free_BT = -advantages_BT * ratio_BT
+    clipped_BT = -advantages_BT * jnp.clip(ratio_BT, 1 - settings.epsilon, 1 + settings.epsilon_high)
+    is_clipped_BT = clipped_BT > free_BT
+    losses_BT = jnp.where(is_clipped_BT, clipped_BT, free_BT)
+    if settings.dual_clip is None:
+        return losses_BT, is_clipped_BT, jnp.zeros_like(is_clipped_BT)
+    bound_BT = -settings.dual_clip * advantages_BT
+    is_dual_BT = (advantages_BT < 0) & (losses_BT > bound_BT)
+    return jnp.where(is_dual_BT, bound_BT, losses_BT), is_clipped_BT, is_dual_BT
 
 
 def policy_ratios(logprobs_BT, old_logprobs_BT, mask_BT, segments_BT, settings: LossSettings) -> PolicyRatios:
@@ -167,11 +180,16 @@ def kl_estimate(logprobs, ref_logprobs, kind: str) -> jax.Array:
     return jnp.minimum(jnp.expm1(-difference) + difference, K3_LIMIT)
 
 
-def kl_loss(logprobs_BT, ref_logprobs_BT, mask_BT, settings: LossSettings, *, segments_BT=None) -> tuple[WeightedMean, dict[str, WeightedMean]]:
-    """beta · KL to the reference, aggregated like the policy loss (its sum may be added to that sum); policy/kl is the plain token mean."""
+def kl_loss(
+    logprobs_BT, ref_logprobs_BT, mask_BT, settings: LossSettings, *, segments_BT=None, beta=None
+) -> tuple[WeightedMean, dict[str, WeightedMean]]:
+    """beta · KL to the reference, aggregated like the policy loss (its sum may be added to that sum); policy/kl is the plain token mean.
+
+    `beta` (scalar, may be traced) goes before the one of `settings`.
+    """
     mask_BT, segments_BT = _sequences(mask_BT, segments_BT)
     kl_BT = kl_estimate(keep(logprobs_BT, mask_BT), keep(ref_logprobs_BT, mask_BT), settings.kl_kind)
-    loss = aggregate(settings.beta * kl_BT, mask_BT, settings, segments_BT=segments_BT)
+    loss = aggregate((settings.beta if beta is None else beta) * kl_BT, mask_BT, settings, segments_BT=segments_BT)
     return loss, {"policy/kl": WeightedMean.over(jax.lax.stop_gradient(kl_BT), mask_BT)}
 
 

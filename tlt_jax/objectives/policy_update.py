@@ -126,7 +126,8 @@ def policy_objective(objective: PolicyObjective, params: dict, batch: PackedBatc
         extra, more = losses.entropy_loss(entropy_BT, batch.mask_BT, settings, segments_BT=batch.segments_BT)
         total, metrics = total + extra.sum, metrics | more
     if settings.beta:
-        extra, more = losses.kl_loss(logprobs_BT, batch.reference_logprobs_BT, batch.mask_BT, settings, segments_BT=batch.segments_BT)
+        extra, more = losses.kl_loss(
+            logprobs_BT, batch.reference_logprobs_BT, batch.mask_BT, settings, segments_BT=batch.segments_BT, beta=batch.beta)
         total, metrics = total + extra.sum, metrics | more
     if objective.shared_critic:
         value, more = losses.value_loss(

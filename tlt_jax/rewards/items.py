@@ -33,11 +33,15 @@ RewardGroup = tuple[RewardItem, ...]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a scorer says about one item. score None: it does not apply (left out of the group's statistics); `pred`: the extracted answer."""
+    """What a scorer says about one item. score None: it does not apply (left out of the group's statistics); `pred`: the extracted answer.
+
+    `verdict`: what says whether the answer is right, where the score holds more than that.
+    """
 
     score: float | None
     components: Mapping[str, float] = field(default_factory=dict)
     pred: str | None = None
+    verdict: float | None = None
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,12 @@ class Scored:
     pred: str | None
     error: str | None
     seconds: float
+    verdict: float | None = None
+
+    @property
+    def judged(self) -> float | None:
+        """What says whether the answer is right: at least 1 is."""
+        return self.score if self.verdict is None else self.verdict
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class _Unit:
         """One result per item; all of them carry the error when there is one."""
         rows = outcomes if outcomes is not None else [Outcome(None)] * len(self.items)
         each = seconds / len(self.items)
-        return [Scored(self.ticket, self.index + row, one.score, one.components, one.pred, error, each) for row, one in enumerate(rows)]
+        return [Scored(self.ticket, self.index + row, one.score, one.components, one.pred, error, each, one.verdict) for row, one in enumerate(rows)]
 
 
 def _units(ticket: int, items: RewardGroup, grouped: bool) -> list[_Unit]:

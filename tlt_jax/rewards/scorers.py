@@ -103,11 +103,11 @@ def _composite(components: tuple[Component, ...]) -> BuiltScorer:
 
 
 def _combined(total: float | None, outcomes: Mapping[str, Outcome]) -> Outcome:
-    """Every component under its name (its own numbers as name/number), and the first extracted answer."""
+    """Every component under its name (its own numbers as name/number), and the first extracted answer. The first component is the verdict."""
     parts = {name: outcome.score for name, outcome in outcomes.items() if outcome.score is not None}
     parts |= {f"{name}/{key}": value for name, outcome in outcomes.items() for key, value in outcome.components.items()}
     pred = next((outcome.pred for outcome in outcomes.values() if outcome.pred is not None), None)
-    return Outcome(total, parts, pred)
+    return Outcome(total, parts, pred, next(iter(outcomes.values())).score)
 
 
 _BUILDERS: dict[str, Callable[..., BuiltScorer]] = {

@@ -58,7 +58,7 @@ def _built(connection: Connection, pickled: bytes) -> BuiltScorer | None:
 def _scored(scorer: BuiltScorer, message: bytes) -> tuple[list[Outcome] | None, str | None]:
     try:
         outcomes = scorer.score(pickle.loads(message))
-        return [Outcome(one.score, dict(one.components), one.pred and one.pred[:_MAX_TEXT]) for one in outcomes], None
+        return [Outcome(one.score, dict(one.components), one.pred and one.pred[:_MAX_TEXT], one.verdict) for one in outcomes], None
     except BaseException:  # listed in the architecture test: a user's function may raise anything, SystemExit too; it becomes a counted error
         return None, traceback.format_exc()[-_MAX_TEXT:]
 

@@ -19,7 +19,8 @@ from tlt_jax.models.specs import PolicySpec, RopeSpec
 from tlt_jax.objectives.losses import LossSettings
 from tlt_jax.objectives.policy_update import Pass
 from tlt_jax.optimizers import OptimizerSettings
-from tlt_jax.rewards.items import PoolSettings, Scorer
+from tlt_jax.rewards.components import parse_components
+from tlt_jax.rewards.items import Component, PoolSettings, Scorer
 from tlt_jax.runtime.programs import SlicePrograms, init_program
 from tlt_jax.runtime.rollout_driver import RolloutDriver, RolloutSettings
 from tlt_jax.scheduling.peer_texts import AnswerHistory
@@ -33,6 +34,7 @@ from tlt_jax.tasks.gsm8k import gsm8k_task
 from tlt_jax.tasks.prompts import PromptSettings, Task
 from tlt_jax.tasks.reasoning_gym_tasks import ReasoningGymTask
 from tlt_jax.tasks.tokenizer import Tokenizer, load_tokenizer
+from tlt_jax.training.algorithm_rules import shares_trunk
 from tlt_jax.training.drafting import load_params, make_drafter
 from tlt_jax.training.scoring import TaskScorer
 from tlt_jax.training.settings import Config
@@ -139,6 +141,14 @@ def prompt_settings(config: Config, *, limited: bool = True) -> PromptSettings:
         instruction=data.instruction)
 
 
+def verdict_kind(config: Config) -> str:
+    """What the answers of a file are for: the first of a composite reward's components that compares with them, else the reward itself."""
+    if config.reward.kind != "composite":
+        return config.reward.kind
+    kinds = [one.kind for one in parse_components(config.reward.components)]
+    return next((kind for kind in kinds if kind in ("math", "exact")), "user")
+
+
 def make_tasks(config: Config, tokenizer: Tokenizer) -> tuple[Task, Task | None]:
     """The training task and the held-out one (None without held-out rows); reading and checking happens in `prompts()`."""
     data, settings = config.data, prompt_settings(config)
@@ -155,7 +165,7 @@ def make_tasks(config: Config, tokenizer: Tokenizer) -> tuple[Task, Task | None]
     def from_file(path: str):
         if data.task == "gsm8k":
             return gsm8k_task(path, tokenizer, settings, columns)
-        return FileTask(path, tokenizer, settings, columns, reward_kind=config.reward.kind)
+        return FileTask(path, tokenizer, settings, columns, reward_kind=verdict_kind(config))
 
     if data.task == "arithmetic":
         held_out = arithmetic(data.arithmetic.eval_size, "held_out") if data.arithmetic.eval_size else None
@@ -166,15 +176,25 @@ def make_tasks(config: Config, tokenizer: Tokenizer) -> tuple[Task, Task | None]
 
 
 def make_scorer(config: Config, task: Task) -> Scorer:
-    """How responses are scored, as a picklable value for the reward workers."""
-    kind = task.reward_kind if config.reward.kind == "task" else config.reward.kind
+    """How responses are scored, as a picklable value for the reward workers. Raises FileNotFoundError for a user's file that is not there."""
+    reward = config.reward
+    if reward.kind != "composite":
+        return _scorer(config, task, reward.kind, f"{reward.path}:{reward.function}")
+    parts = [Component(one.name, one.weight, _scorer(config, task, one.kind, one.argument)) for one in parse_components(reward.components)]
+    return Scorer("composite", components=tuple(parts))
+
+
+def _scorer(config: Config, task: Task, kind: str, argument: str) -> Scorer:
+    kind = task.reward_kind if kind == "task" else kind
     if kind == "task":
         return Scorer("callable", {"function": TaskScorer(task.scorer)})
     if kind == "user":
-        if not pathlib.Path(config.reward.path).expanduser().is_file():
-            raise FileNotFoundError(f"reward.path={config.reward.path}: there is no such file")
-        return Scorer("user", {"path": config.reward.path, "function": config.reward.function})
-    return Scorer(kind)
+        path, _, function = argument.rpartition(":")
+        if not pathlib.Path(path).expanduser().is_file():
+            raise FileNotFoundError(f"reward {argument}: there is no file {path}")
+        return Scorer("user", {"path": path, "function": function})
+    parameters = {"speed": {"limit": config.rollout.max_new_tokens}, "format": {"name": argument}}
+    return Scorer(kind, parameters.get(kind, {}))
 
 
 def pool_settings(config: Config) -> PoolSettings:
@@ -231,11 +251,12 @@ def loss_settings(config: Config) -> LossSettings:
     """The losses' view of the config; 0 means off there."""
     algorithm = config.algorithm
     in_loss = algorithm.beta > 0 and algorithm.kl_placement == "loss"
+    level, cap = ("sequence" if algorithm.policy_loss == "gspo" else "token"), (algorithm.cispo_cap if algorithm.policy_loss == "cispo" else None)
     return LossSettings(
         epsilon=algorithm.epsilon, epsilon_high=algorithm.epsilon_high, dual_clip=algorithm.dual_clip or None, loss_agg_mode=algorithm.loss_agg_mode,
         max_length=config.rollout.max_new_tokens, entropy_coef=algorithm.entropy_coef, beta=algorithm.beta if in_loss else 0.0,
         kl_kind=algorithm.kl_kind if in_loss else "k3", importance_sampling_cap=algorithm.importance_sampling_cap or None,
-        value_clip=algorithm.value_clip or None, value_coef=algorithm.value_coef if algorithm.critic == "shared" else 1.0)
+        ratio_level=level, cispo_cap=cap, value_clip=algorithm.value_clip or None, value_coef=algorithm.value_coef if shares_trunk(config) else 1.0)
 
 
 def optimizer_settings(config: Config, lr: float, total: int) -> OptimizerSettings:

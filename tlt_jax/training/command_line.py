@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from ml_collections import ConfigDict
 
 from tlt_jax.training.compile_cache import keep_programs
+from tlt_jax.training.presets import PRESETS, apply_preset
 from tlt_jax.training.settings import SettingsError, declared_keys, default_config
 from tlt_jax.training.settings_rules import unknown_key, validate
 
@@ -49,6 +50,8 @@ def load_config(
         if command in _HAS_WORKDIR and not args.workdir and not args.dry_run:
             raise SettingsError(["--workdir=DIR is needed: the run's directory, with its checkpoints, metrics and samples"])
         config = config_from_file(args.config) if args.config else default_config()
+        if args.preset is not None:
+            apply_preset(config, args.preset)
         for name, text in overrides:
             override(config, name, text)
         validate(config, command=command)
@@ -141,7 +144,9 @@ def _parser(command: str, description: str, example: str) -> argparse.ArgumentPa
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="FILE.py", help="Python file with get_config(); without it the defaults below are used")
-    parser.set_defaults(workdir=None, dry_run=False)
+    parser.set_defaults(workdir=None, dry_run=False, preset=None)
+    if command == "train":
+        parser.add_argument("--preset", metavar="NAME", help=f"an algorithm's settings, over the file's and below --config.KEY: {', '.join(PRESETS)}")
     if command in _HAS_WORKDIR:
         parser.add_argument("--workdir", metavar="DIR", help="directory of the run: checkpoints, metrics and samples")
     if command in _HAS_DRY_RUN:

@@ -18,7 +18,8 @@ from tlt_jax.scheduling.compile_plan import compile_plan
 from tlt_jax.sharding.meshes import Meshes
 from tlt_jax.sharding.rules import batch_rows_multiple
 from tlt_jax.tasks.prompts import Prompt
-from tlt_jax.training import build, memory_estimate, rl
+from tlt_jax.training import build, memory_estimate
+from tlt_jax.training.algorithm_rules import has_critic, needs_old_logprobs, shares_trunk
 from tlt_jax.training.experience import packing_for
 from tlt_jax.training.memory_estimate import MemoryEstimate
 from tlt_jax.training.rollout_phase import check_lengths, longest_prompt
@@ -110,12 +111,11 @@ def program_lines(config: Config, shapes: Shapes, row_length: int, slices: int) 
         f"one slice: {', '.join(f'{count} {name}' for name, count in kinds.items())} = {sum(kinds.values())}; "
         f"x {slices} slices = {sum(kinds.values()) * slices}"]
     shapes_of_training = ROW_COUNTS * TARGET_WIDTHS
-    algorithm = config.algorithm
     passes = []
     if "rl" in config.stages.order:
-        passes += ["policy update"] + (["critic update"] if algorithm.name == "ppo" and algorithm.critic == "separate" else [])
-        passes += ["log-probs"] if rl.needs_old_logprobs(config) or algorithm.beta > 0 else []
-        passes += ["values"] if algorithm.name == "ppo" else []
+        passes += ["policy update"] + (["critic update"] if has_critic(config) and not shares_trunk(config) else [])
+        passes += ["log-probs"] if needs_old_logprobs(config) or config.algorithm.beta > 0 else []
+        passes += ["values"] if has_critic(config) else []
     passes += ["supervised update"] if "sft" in config.stages.order else []
     lines.append(f"training: rows of {row_length} tokens, at most {ROW_COUNTS} row counts x {TARGET_WIDTHS} target widths for {', '.join(passes)} = "
                  f"{shapes_of_training * len(passes)}; and one apply for each network, one publication")

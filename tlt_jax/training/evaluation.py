@@ -9,7 +9,7 @@ import math
 import numpy as np
 
 from tlt_jax.training.reporting import Sample
-from tlt_jax.training.scoring import StepScorer, response_text
+from tlt_jax.training.scoring import Rollouts, response_text
 from tlt_jax.training.session import Phase, Session
 
 
@@ -35,23 +35,23 @@ def evaluate(session: Session, params, step: int) -> dict[str, float]:
     prompts = list(session.held_out.prompts())[: settings.limit or None]
     phase = Phase("evaluation", settings.num_generations, settings.temperature, step)
     scorer = session.generate(session.publish(params), prompts, phase)
-    scorer.finish()
-    session.reporter.record_samples(step, samples_of(session, scorer, None), kind="evaluation", limit=settings.samples)
-    return heldout_metrics(scorer, settings.num_generations)
+    rollouts = scorer.finish()
+    session.reporter.record_samples(step, samples_of(session, rollouts, None), kind="evaluation", limit=settings.samples)
+    return heldout_metrics(rollouts, settings.num_generations)
 
 
-def heldout_metrics(scorer: StepScorer, n: int) -> dict[str, float]:
+def heldout_metrics(rollouts: Rollouts, n: int) -> dict[str, float]:
     """Accuracy (a reward of 1 is right), pass@k for powers of two up to n, maj@n, and response lengths of right and wrong answers."""
-    rewards = np.array([score.score or 0.0 for score in scorer.scores])
-    right = (rewards >= 1.0).reshape(-1, n)
-    lengths = np.array([len(completion.token_ids) for completion in scorer.completions])
+    rewards = np.array([score.score or 0.0 for score in rollouts.scores])
+    right = np.array([(score.judged or 0.0) >= 1.0 for score in rollouts.scores]).reshape(-1, n)
+    lengths = np.array([len(completion.token_ids) for completion in rollouts.completions])
     metrics = {
         "reward/heldout_accuracy": float(right.mean()), "reward/heldout_mean": float(rewards.mean()),
         "completions/heldout_length_mean": float(lengths.mean())}
     for k in [1 << power for power in range(1, n.bit_length()) if 1 << power <= n]:
         metrics[f"reward/heldout_pass_at_{k}"] = float(np.mean([pass_at_k(n, int(row.sum()), k) for row in right]))
     if n > 1:
-        predictions = np.array([score.pred for score in scorer.scores], dtype=object).reshape(-1, n)
+        predictions = np.array([score.pred for score in rollouts.scores], dtype=object).reshape(-1, n)
         metrics[f"reward/heldout_maj_at_{n}"] = float(np.mean([majority_right(list(p), list(r)) for p, r in zip(predictions, right, strict=True)]))
     for name, chosen in (("right", right.reshape(-1)), ("wrong", ~right.reshape(-1))):
         if chosen.any():
@@ -59,11 +59,11 @@ def heldout_metrics(scorer: StepScorer, n: int) -> dict[str, float]:
     return metrics
 
 
-def samples_of(session: Session, scorer: StepScorer, advantages) -> list[Sample]:
-    """Every completion of a phase as people read it."""
+def samples_of(session: Session, rollouts: Rollouts, advantages) -> list[Sample]:
+    """Every completion as people read it."""
     samples = []
-    for index, (completion, score) in enumerate(zip(scorer.completions, scorer.scores, strict=True)):
-        prompt = scorer.prompts[index // scorer.generations]
+    for index, (completion, score) in enumerate(zip(rollouts.completions, rollouts.scores, strict=True)):
+        prompt = rollouts.prompts[index // rollouts.generations]
         samples.append(Sample(
             prompt=prompt.text, response=response_text(session.model.tokenizer, completion), answer=prompt.answer, parsed=score.pred, reward=score.score,
             components=score.components, advantage=None if advantages is None else float(advantages[index]), length=len(completion.token_ids),

@@ -61,8 +61,8 @@ def packing_for(prompt_lengths: Sequence[int], max_new_tokens: int, tokens_per_m
     return Packing(tokens_per_microbatch, row_multiple, max(longest, min(wanted, tokens_per_microbatch // row_multiple)))
 
 
-def pack(trajectories: list[Trajectory], packing: Packing) -> Packed:
-    """Pack trajectories into micro-batches of one shape."""
+def pack(trajectories: list[Trajectory], packing: Packing, beta: float = 0.0) -> Packed:
+    """Pack trajectories into micro-batches of one shape; `beta` weighs the KL to the reference in the loss."""
     lengths = [len(trajectory.tokens) for trajectory in trajectories]
     plan = batching.microbatches(lengths, packing.tokens_per_microbatch, row_length=packing.row_length, row_multiple=packing.row_multiple)
     responses = max(sum(trajectories[index].response_length for index in row) for rows in plan.microbatches for row in rows)
@@ -70,7 +70,7 @@ def pack(trajectories: list[Trajectory], packing: Packing) -> Packed:
     targets = min(-(-responses // quarter) * quarter, packing.row_length)
     batches, places = [], [(0, 0, 0)] * len(trajectories)
     for number, rows in enumerate(plan.microbatches):
-        batch = _empty(len(rows), plan.row_length, targets)
+        batch = _empty(len(rows), plan.row_length, targets, beta)
         for row, members in enumerate(rows):
             column = used = 0
             for segment, index in enumerate(members, start=1):
@@ -89,14 +89,14 @@ def unpack(packed: Packed, results: list[np.ndarray], trajectories: list[Traject
     return responses
 
 
-def _empty(rows: int, length: int, targets: int) -> PackedBatch:
+def _empty(rows: int, length: int, targets: int, beta: float) -> PackedBatch:
     def zeros(dtype):
         return np.zeros((rows, length), dtype)
 
     return PackedBatch(
         tokens_BT=zeros(np.int32), positions_BT=zeros(np.int32), segments_BT=zeros(np.int32), targets_BM=np.full((rows, targets), length, np.int32),
         mask_BT=zeros(np.float32), advantages_BT=zeros(np.float32), old_logprobs_BT=zeros(np.float32), rollout_logprobs_BT=zeros(np.float32),
-        reference_logprobs_BT=zeros(np.float32), old_values_BT=zeros(np.float32), returns_BT=zeros(np.float32))
+        reference_logprobs_BT=zeros(np.float32), old_values_BT=zeros(np.float32), returns_BT=zeros(np.float32), beta=np.float32(beta))
 
 
 def _write(batch: PackedBatch, row: int, place: tuple[int, int, int], trajectory: Trajectory) -> int:

@@ -35,6 +35,7 @@ from tlt_jax.optimizers import make_optimizer
 from tlt_jax.sharding import movement, rules
 from tlt_jax.sharding.meshes import Meshes
 from tlt_jax.training import build
+from tlt_jax.training.algorithm_rules import has_critic, shares_trunk
 from tlt_jax.training.drafting import make_drafter
 from tlt_jax.training.settings import Config
 
@@ -77,7 +78,7 @@ def estimate(config: Config, spec: PolicySpec, meshes: Meshes, *, row_length: in
     held = on_train_mesh(meshes, params)
     state = on_train_mesh(meshes, jax.eval_shape(optimizer.init, params))
     reinforced = "rl" in config.stages.order
-    trains_critic = reinforced and config.algorithm.name == "ppo" and config.algorithm.critic == "separate"
+    trains_critic = reinforced and has_critic(config) and not shares_trunk(config)
     others = held * (reinforced and config.algorithm.beta > 0) + (held + state) * trains_critic
     totals = on_train_mesh(meshes, decoder.abstract_params(spec, "float32"))
     copy = on_train_mesh(meshes, decoder.abstract_params(spec, compute)) if compute != dtype else 0

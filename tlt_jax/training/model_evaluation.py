@@ -54,7 +54,7 @@ def evaluate(config: Config) -> dict:
     check_lengths(model.spec, prompts, config.rollout.max_new_tokens, lambda prompt: f"{prompt.source}, row {prompt.row}")
     with RewardPool(build.pool_settings(config), build.make_scorer(config, task)) as pool:
         engine, weights = open_engine(config, model, prompts)
-        scorer = StepScorer(pool, model.tokenizer, prompts, n, GENERATE_STEP)
+        scorer = StepScorer(pool, model.tokenizer, prompts, n, GENERATE_STEP, at_once=config.reward.scope == "step")
         display = Display("evaluate", len(prompts) * n, engine)
 
         def finish(completion: Completion) -> None:
@@ -70,8 +70,8 @@ def evaluate(config: Config) -> dict:
         finally:
             display.stop()
         print(f"{display.finished} completions: {display.rate()}", file=sys.stderr)
-        scorer.finish()
-    return report(verdicts(prompts, scorer.completions, scorer.scores), n) | {
+        rollouts = scorer.finish()
+    return report(verdicts(prompts, rollouts.completions, rollouts.scores), n) | {
         "model": config.model.path, "task": task.name, "data": config.data.eval_path or config.data.path or config.data.task, "n": n,
         "temperature": settings.temperature, "top_k": config.rollout.top_k, "top_p": config.rollout.top_p, "min_p": config.rollout.min_p,
         "max_new_tokens": config.rollout.max_new_tokens, "seed": config.seed}
@@ -84,8 +84,8 @@ def verdicts(prompts: Sequence[Prompt], completions: Sequence[Completion], score
     for number, prompt in enumerate(prompts):
         own, scored = completions[number * n : (number + 1) * n], scores[number * n : (number + 1) * n]
         rewards = [score.score for score in scored]
-        judged.append(None if None in rewards else Verdict(
-            prompt.source, tuple(reward >= RIGHT for reward in rewards), tuple(rewards), tuple(score.pred for score in scored),
+        judged.append(None if None in rewards or None in [score.judged for score in scored] else Verdict(
+            prompt.source, tuple(score.judged >= RIGHT for score in scored), tuple(rewards), tuple(score.pred for score in scored),
             tuple(len(completion.token_ids) for completion in own), tuple(completion.finish_reason == "length" for completion in own)))
     return judged
 

@@ -1,5 +1,6 @@
 """Numbers of an RL step under the names that people know, from completions, scores and update statistics. Plain Python and numpy."""
 
+import collections
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,16 +10,18 @@ import numpy as np
 from tlt_jax.runtime.lending import LoanReport
 from tlt_jax.scheduling import timeline
 from tlt_jax.scheduling.timeline import Span
-from tlt_jax.training.scoring import StepScorer
+from tlt_jax.training import credit
+from tlt_jax.training.scoring import Rollouts
+from tlt_jax.training.settings import Config
 
 ALL_SLICES = {"publish": "publish", "score": "update", "update": "update", "distill": "distilling"}  # kind of span by the part of a step that takes them all
 
 
 class Stopwatch:
-    """The named parts of a step on the clock, each of them once."""
+    """The named parts of a step on the clock, each of them once or several times."""
 
     def __init__(self):
-        self.parts: dict[str, tuple[float, float]] = {}
+        self.parts: dict[str, list[tuple[float, float]]] = collections.defaultdict(list)
         self.started = time.monotonic()
 
     @contextlib.contextmanager
@@ -26,50 +29,58 @@ class Stopwatch:
         """The block is the part `name`."""
         started = time.monotonic()
         yield
-        self.parts[name] = started, time.monotonic()
+        self.parts[name].append((started, time.monotonic()))
 
     @property
     def seconds(self) -> dict[str, float]:
         """How long each part took."""
-        return {name: end - start for name, (start, end) in self.parts.items()}
+        return {name: sum(end - start for start, end in times) for name, times in self.parts.items()}
 
     def total(self) -> float:
         """Seconds since the watch was made."""
         return time.monotonic() - self.started
 
 
-def of_rollout(scorer: StepScorer, timing: Stopwatch) -> dict[str, float]:
+def of_rollout(rollouts: Rollouts, timing: Stopwatch) -> dict[str, float]:
     """reward/ completions/ timing/ perf/ metrics of a step."""
-    rewards = np.array([np.nan if score.score is None else score.score for score in scorer.scores])
+    rewards, judged = (np.array([np.nan if one is None else one for one in some]) for some in (
+        [score.score for score in rollouts.scores], [score.judged for score in rollouts.scores]))
     scored = rewards[~np.isnan(rewards)]
-    lengths = np.array([len(completion.token_ids) for completion in scorer.completions])
-    cut = np.array([completion.finish_reason == "length" for completion in scorer.completions])
-    prompt_lengths = np.array([len(completion.request.prompt_ids) for completion in scorer.completions])
-    groups = [row[~np.isnan(row)] for row in rewards.reshape(-1, scorer.generations)]
-    groups = [row for row in groups if len(row)]
+    lengths = np.array([len(completion.token_ids) for completion in rollouts.completions])
+    cut = np.array([completion.finish_reason == "length" for completion in rollouts.completions])
+    prompt_lengths = np.array([len(completion.request.prompt_ids) for completion in rollouts.completions])
+    groups, verdicts = ([row[~np.isnan(row)] for row in some.reshape(-1, rollouts.generations) if not np.isnan(row).all()] for some in (rewards, judged))
     metrics = {
         "completions/length_mean": lengths.mean(), "completions/length_min": lengths.min(), "completions/length_max": lengths.max(),
         "completions/truncated_fraction": cut.mean(), "completions/prompt_length_mean": prompt_lengths.mean(),
-        "spec/accept_length_mean": lengths.sum() / sum(completion.forwards for completion in scorer.completions),
+        "spec/accept_length_mean": lengths.sum() / sum(completion.forwards for completion in rollouts.completions),
         "reward/unscored": int(np.isnan(rewards).sum()), "perf/tokens": int(lengths.sum() + prompt_lengths.sum()),
         "perf/tokens_per_second": lengths.sum() / max(timing.seconds["rollout"], 1e-9), "timing/step_seconds": timing.total(),
     } | {f"timing/{name}_seconds": seconds for name, seconds in timing.seconds.items()}
     if len(scored):
         metrics |= {
             "reward/mean": scored.mean(), "reward/std": scored.std(), "reward/max": scored.max(), "reward/min": scored.min(),
-            "reward/accuracy": (scored >= 1.0).mean()}
-    if len(scored) and scorer.generations > 1:  # a group of one says nothing about its prompt
+            "reward/accuracy": (judged[~np.isnan(judged)] >= 1.0).mean()}
+    if len(scored) and rollouts.generations > 1:  # a group of one says nothing about its prompt
         metrics |= {
             "reward/groups_equal_fraction": np.mean([row.max() == row.min() for row in groups]),
-            "reward/groups_all_right_fraction": np.mean([row.min() >= 1.0 for row in groups]),
-            "reward/groups_all_wrong_fraction": np.mean([row.max() <= 0.0 for row in groups])}
-    names = {name for score in scorer.scores for name in score.components}
+            "reward/groups_all_right_fraction": np.mean([row.min() >= 1.0 for row in verdicts]),
+            "reward/groups_all_wrong_fraction": np.mean([row.max() <= 0.0 for row in verdicts])}
+    names = {name for score in rollouts.scores for name in score.components}
     for name in names:
-        metrics[f"reward/{name}"] = np.mean([score.components[name] for score in scorer.scores if name in score.components])
-    for name, chosen in (("right", rewards >= 1.0), ("wrong", rewards < 1.0)):
+        metrics[f"reward/{name}"] = np.mean([score.components[name] for score in rollouts.scores if name in score.components])
+    for name, chosen in (("right", judged >= 1.0), ("wrong", judged < 1.0)):
         if chosen.any():
             metrics[f"completions/length_{name}"] = lengths[chosen].mean()
     return {name: float(value) for name, value in metrics.items()}
+
+
+def of_shaping(config: Config, rollouts: Rollouts) -> dict[str, float]:
+    """What shaping took from the rewards of a step; none where nothing is shaped."""
+    if not config.reward.overlong_share:
+        return {}
+    penalties = credit.overlong_penalties(config, [len(completion.token_ids) for completion in rollouts.completions])
+    return {"reward/overlong_penalty": float(penalties.mean())}
 
 
 def of_updates(stats: list[dict[str, float]]) -> dict[str, float]:
@@ -110,5 +121,6 @@ def of_loans(reports: Sequence[LoanReport], spans: Sequence[Span], slices: int, 
 
 def step_spans(timing: Stopwatch, rollout: Sequence[Span], slices: int) -> list[Span]:
     """What each of all `slices` did from the start of the step until now."""
-    whole = [Span(number, ALL_SLICES[name], *part) for name, part in timing.parts.items() if name in ALL_SLICES for number in range(slices)]
+    parts = [(ALL_SLICES[name], part) for name, times in timing.parts.items() if name in ALL_SLICES for part in times]
+    whole = [Span(number, kind, *part) for kind, part in parts for number in range(slices)]
     return timeline.with_idle([*rollout, *whole], slices, timing.started, time.monotonic())

@@ -22,6 +22,7 @@ class Phase:
     generations: int
     temperature: float
     step: int
+    draw: int = 0  # how often the step has drawn prompts before: the same prompt gets other noise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Engine:
             driver.start(view, weights.version, sampling, self.model.stop_ids, lengths)
         requests = [
             Request(
-                prompt=prompt.key, sample=sample, draw=0, index=number * phase.generations + sample, prompt_ids=prompt.prompt_ids,
+                prompt=prompt.key, sample=sample, draw=phase.draw, index=number * phase.generations + sample, prompt_ids=prompt.prompt_ids,
                 max_new_tokens=rollout.max_new_tokens, seed=self.config.seed, step=phase.step)
             for number, prompt in enumerate(prompts) for sample in range(phase.generations) if number * phase.generations + sample not in there]
         roll_out(self.drivers, requests, on_completion, on_turn, self.lending)

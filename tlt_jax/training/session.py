@@ -96,7 +96,7 @@ class Session:
 
         Of several processes each takes the prompts in turn; what the others rolled out is there when the scorer has finished.
         """
-        scorer = StepScorer(self.pool, self.model.tokenizer, prompts, phase.generations, phase.step)
+        scorer = StepScorer(self.pool, self.model.tokenizer, prompts, phase.generations, phase.step, at_once=self.config.reward.scope == "step")
         lending = None if learner is None else learner.start_phase(views, phase.step, len(prompts) * phase.generations)
         self.loans = None if lending is None else lending.report
         engine = Engine(self.config, self.model, self.drivers, self.longest_prompt, lending)

@@ -26,6 +26,11 @@ class SettingsError(ValueError):
         self.problems = problems
 
 
+def found(*checks: tuple[bool, str]) -> list[str]:
+    """The messages of the checks that are true."""
+    return [message for wrong, message in checks if wrong]
+
+
 @dataclasses.dataclass(frozen=True)
 class Key:
     """One declared key: its default value (whose type it keeps), what it means, and the choices or the (lowest, highest) it accepts."""
@@ -148,23 +153,48 @@ def _data() -> dict:
 
 def _reward() -> dict:
     return {
-        "kind": ("task", "task (the task's own verdict), math (math-verify), exact (equal text) or user (your function)", ("task", "math", "exact", "user")),
+        "kind": (
+            "task",
+            "task (the task's own verdict), math (math-verify), exact (equal text), user (your function) or composite (a weighted sum)",
+            ("task", "math", "exact", "user", "composite"),
+        ),
+        "components": (
+            (), "composite: KIND=WEIGHT of each part, the first one says what is right: task, math, exact, speed, diversity, format:NAME or FILE.py:FUNCTION"),
         "path": ("", "Python file of the user's reward function"),
         "function": ("score", "name of the function in that file"),
+        "scope": (
+            "prompt", "what a function with plural names sees at once: the answers of one prompt, or of the whole step (scored after the last one)",
+            ("prompt", "step")),
         "workers": (2, "scoring processes", FROM_1),
         "timeout_seconds": (10.0, "time limit of one score"),
         "on_error": ("exclude", "a crash or time-out of the reward: exclude (out of the group, advantage 0), zero or raise", ("exclude", "zero", "raise")),
+        "whiten": (False, "give the rewards of a step mean 0 and deviation 1"),
+        "overlong_share": (0.0, "last share of rollout.max_new_tokens in which the penalty of long answers rises from 0 to the whole one; 0 = none", SHARE),
+        "overlong_penalty": (1.0, "that penalty of an answer that reaches the limit, in units of the reward", FROM_0),
     }
 
 
 def _algorithm() -> dict:
     return {
-        "name": ("grpo", "advantage estimator: grpo (group-relative, no critic) or ppo (GAE with a critic)", ("grpo", "ppo")),
+        "name": (
+            "grpo",
+            "advantage estimator: grpo, dr_grpo, rloo, reinforce_plus_plus_baseline (the prompt's other completions are the baseline), "
+            "reinforce_plus_plus (none), or gae, also called ppo (a critic)",
+            ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae", "ppo"),
+        ),
+        "policy_loss": (
+            "clip",
+            "clip (PPO), gspo (the ratio of the whole sequence is clipped) or cispo (the ratio is a weight that is cut, so every token keeps its gradient)",
+            ("clip", "gspo", "cispo"),
+        ),
+        "cispo_cap": (5.0, "cispo: cap on that weight", FROM_0),
         "num_generations": (8, "completions of one prompt in a step (G)", FROM_1),
         "num_iterations": (1, "passes over one step's sequences", FROM_1),
         "beta": (0.0, "weight of the KL to the reference model; 0 = no reference model is kept", FROM_0),
         "kl_kind": ("k3", "estimator of that KL: k1 (kl_placement=reward only), k2 or k3", ("k1", "k2", "k3")),
         "kl_placement": ("loss", "where the KL goes: loss or reward", ("loss", "reward")),
+        "kl_target": (0.0, "KL of a token that beta is steered to after every step, from the configured one on; 0 = beta stays", FROM_0),
+        "kl_horizon": (10000, "sequences over which beta may change by a fifth (kl_target)", FROM_1),
         "epsilon": (0.2, "the ratio is clipped below 1 - epsilon", SHARE),
         "epsilon_high": (0.28, "the ratio is clipped above 1 + epsilon_high", FROM_0),
         "dual_clip": (0.0, "bound c > 1 on the loss of negative advantages (usually 3); 0 = off"),
@@ -173,15 +203,17 @@ def _algorithm() -> dict:
             "how token losses become one; -norm divides by sequences x max_new_tokens",
             ("token-mean", "seq-mean-token-mean", "constant"),
         ),
-        "scale_rewards": (True, "divide group advantages by the group's standard deviation"),
-        "whiten_advantages": (False, "ppo: give the advantages of a step mean 0 and deviation 1"),
-        "gamma": (1.0, "ppo: discount", SHARE),
-        "gae_lambda": (0.95, "ppo: lambda of the policy's advantages", SHARE),
-        "value_lambda": (1.0, "ppo: lambda of the critic's returns", SHARE),
-        "value_clip": (0.2, "ppo: a value moves at most this far from its old one in the loss; 0 = off", FROM_0),
-        "value_coef": (0.5, "ppo: weight of the value loss when the critic shares the policy's trunk", FROM_0),
-        "critic": ("separate", "ppo: separate (own weights, own optimizer) or shared (a value head on the policy)", ("separate", "shared")),
-        "critic_warmup_steps": (0, "ppo: first RL steps that train only the critic", FROM_0),
+        "scale_rewards": (True, "grpo: divide group advantages by the group's standard deviation"),
+        "whiten_advantages": (False, "give the advantages of a step mean 0 and deviation 1 over its tokens; reinforce_plus_plus always does"),
+        "gamma": (1.0, "gae and reinforce_plus_plus: discount", SHARE),
+        "gae_lambda": (0.95, "gae: lambda of the policy's advantages", SHARE),
+        "value_lambda": (1.0, "gae: lambda of the critic's returns", SHARE),
+        "value_clip": (0.2, "gae: a value moves at most this far from its old one in the loss; 0 = off", FROM_0),
+        "value_coef": (0.5, "gae: weight of the value loss when the critic shares the policy's trunk", FROM_0),
+        "critic": ("separate", "gae: separate (own weights, own optimizer) or shared (a value head on the policy)", ("separate", "shared")),
+        "critic_warmup_steps": (0, "gae: first RL steps that train only the critic", FROM_0),
+        "dynamic_sampling": (False, "draw further prompts in a step until prompts_per_step groups have different rewards; surplus ones wait for the next step"),
+        "max_draws": (4, "dynamic_sampling: times that prompts are drawn in a step; then it trains on the groups that there are", FROM_1),
         "entropy_coef": (0.0, "weight of the entropy bonus"),
         "importance_sampling_cap": (0.0, "cap on the trainer / rollout probability ratio of a token (usually 2); 0 = no such weight", FROM_0),
     }

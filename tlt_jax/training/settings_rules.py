@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 
 from ml_collections import ConfigDict
 
+from tlt_jax.rewards.components import parse_components
 from tlt_jax.strategies import parse_strategies
-from tlt_jax.training.settings import SettingsError, declared_keys, read_key
+from tlt_jax.training.algorithm_rules import algorithm_problems
+from tlt_jax.training.settings import SettingsError, declared_keys, found, read_key
 
 # What people bring from other trainers and is not built here: part of a name -> the feature.
 _NOT_BUILT = {
@@ -34,8 +36,7 @@ _NOT_BUILT = {
 }
 _STAGES = ("sft", "rl")
 _NOT_BUILT_WORDS = {
-    "algorithm.name": ("dr_grpo", "rloo", "reinforce_plus_plus", "gspo", "dapo"),
-    "reward.kind": ("model", "composite"),
+    "reward.kind": ("model",),
     "speculative.method": ("separable_conv", "cascade"),
     "stages.order": ("pretrain", "reward_model"),
 }
@@ -49,7 +50,7 @@ def validate(config: ConfigDict, *, command: str = "train") -> None:
         if command not in ("generate", "export"):
             problems += _data_problems(config, eval_path_is_enough=command == "evaluate", scored=command in ("train", "evaluate"))
         if command == "train":
-            problems += _rollout_problems(config) + _algorithm_problems(config) + _batch_problems(config)
+            problems += _rollout_problems(config) + algorithm_problems(config) + _batch_problems(config)
     if problems:
         raise SettingsError(problems)
 
@@ -129,10 +130,6 @@ def _count(number: int, one: str, many: str = "") -> str:
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
-def _found(*checks: tuple[bool, str]) -> list[str]:
-    return [message for wrong, message in checks if wrong]
-
-
 def _name_problems(config) -> list[str]:
     present = set(_flat_names(config.to_dict(), ""))
     declared = declared_keys()
@@ -183,23 +180,46 @@ def _data_problems(config, *, eval_path_is_enough: bool, scored: bool) -> list[s
     data, reward, scratch = config.data, config.reward, config.model.scratch
     from_file = data.task in ("gsm8k", "prompts")
     has_rows = bool(data.path or (eval_path_is_enough and data.eval_path))
-    problems = _found(
+    problems = found(
         (from_file and not has_rows, f"data.task={data.task} needs data.path: a JSONL or parquet file, or a hub dataset id"),
         (not from_file and bool(data.path or data.eval_path), f"data.path and data.eval_path are not read by data.task={data.task}: set data.task=prompts"),
         (data.task == "reasoning_gym" and not data.reasoning_gym.name, "data.task=reasoning_gym needs data.reasoning_gym.name"),
         (not _is_json_object(data.reasoning_gym.kwargs), f"data.reasoning_gym.kwargs={data.reasoning_gym.kwargs} must be a JSON object"),
-        (scored and data.task == "prompts" and reward.kind == "task", "data.task=prompts has no verdict of its own: set reward.kind to math, exact or user"),
+        (
+            scored and data.task == "prompts" and reward.kind == "task",
+            "data.task=prompts has no verdict of its own: set reward.kind to math, exact, user or composite",
+        ),
         (reward.kind == "user" and not reward.path, "reward.kind=user needs reward.path, the Python file of the function"),
         (reward.kind != "user" and bool(reward.path), f"reward.path is not read by reward.kind={reward.kind}: set reward.kind=user"),
         (reward.timeout_seconds <= 0, f"reward.timeout_seconds={reward.timeout_seconds} must be above 0"),
     )
+    problems += _composite_problems(reward, data.task)
     if config.model.path == "scratch":
-        problems += _found(
+        problems += found(
             (scratch.heads % scratch.kv_heads != 0, f"model.scratch.kv_heads={scratch.kv_heads} must divide model.scratch.heads={scratch.heads}"),
             (scratch.head_dim % 2 != 0, f"model.scratch.head_dim={scratch.head_dim} must be even (rotary embedding)"),
             (len(set(scratch.alphabet)) != len(scratch.alphabet) or not scratch.alphabet, "model.scratch.alphabet must hold characters, each once"),
         )
     return problems
+
+
+def _composite_problems(reward, task: str) -> list[str]:
+    try:
+        components = parse_components(reward.components)
+    except ValueError as error:
+        return [f"reward.components: {error}"]
+    return found(
+        (reward.kind == "composite" and not components, "reward.kind=composite needs reward.components, like math=1.0,speed=0.1"),
+        (reward.kind != "composite" and bool(components), f"reward.components are not read by reward.kind={reward.kind}: set reward.kind=composite"),
+        (
+            task == "prompts" and any(one.kind == "task" for one in components),
+            "reward.components: data.task=prompts has no verdict of its own; use math, exact or your own function instead of task",
+        ),
+        (
+            bool(components) and components[0].kind in ("speed", "diversity", "format"),
+            f"reward.components: the first one says whether an answer is right, and {reward.components[:1]} does not; put the verdict first",
+        ),
+    )
 
 
 def _is_json_object(text: str) -> bool:
@@ -211,7 +231,7 @@ def _is_json_object(text: str) -> bool:
 
 def _axis_problems(shape: Mapping[str, int]) -> list[str]:
     text = ", ".join(f"{name}={size}" for name, size in shape.items())
-    return _found(
+    return found(
         (list(shape.values()).count(-1) > 1, f"mesh {text}: only one axis can be -1"),
         (any(type(size) is not int or (size < 1 and size != -1) for size in shape.values()), f"mesh {text}: an axis is a whole number of at least 1, or -1"),
     )
@@ -234,7 +254,7 @@ def _speculative_problems(config) -> list[str]:
         problems = [] if parse_strategies(config.speculative.strategies) else ["speculative.strategies names no tree; speculative.method=off decodes plainly"]
     except ValueError as error:
         problems = [f"speculative.strategies: {error}"]
-    return problems + _found(
+    return problems + found(
         (bool(drafter.path) and method not in ("eagle", "eagle3"), f"drafter.path is not read by speculative.method={method}: set it to eagle or eagle3"),
         (drafter.truncated_layers > 0 and method != "truncated", f"drafter.truncated_layers is not read by speculative.method={method}: set it to truncated"),
         (
@@ -265,27 +285,11 @@ def _speculative_problems(config) -> list[str]:
     )
 
 
-def updates_per_step(config: ConfigDict) -> int:
-    """Optimizer updates of one RL step."""
-    sequences = config.batch.prompts_per_step * config.algorithm.num_generations
-    return sequences // (config.batch.sequences_per_minibatch or sequences) * config.algorithm.num_iterations
-
-
-def kl_in_reward(config: ConfigDict) -> bool:
-    """Whether the KL to the reference model is taken from the reward."""
-    return config.algorithm.beta > 0 and config.algorithm.kl_placement == "reward"
-
-
-def needs_old_logprobs(config: ConfigDict) -> bool:
-    """A separate pass for old log-probs is needed when the policy moves within a step, for importance weights, and for KL in the reward."""
-    return updates_per_step(config) > 1 or config.algorithm.importance_sampling_cap > 0 or kl_in_reward(config)
-
-
 def _rollout_problems(config) -> list[str]:
     rollout = config.rollout
     truncating = {"top_k": rollout.top_k != 0, "top_p": rollout.top_p != 1.0, "min_p": rollout.min_p != 0.0}
     names = ", ".join(f"rollout.{name}={rollout[name]}" for name, on in truncating.items() if on)
-    return _found(
+    return found(
         (
             bool(names) and not rollout.allow_truncation,
             f"{names}: truncated sampling draws from another law than the one that is trained; turn it off or set rollout.allow_truncation=True",
@@ -296,42 +300,10 @@ def _rollout_problems(config) -> list[str]:
     )
 
 
-def _algorithm_problems(config) -> list[str]:
-    algorithm = config.algorithm
-    shared = algorithm.name == "ppo" and algorithm.critic == "shared"
-    return _found(
-        (
-            algorithm.name == "grpo" and algorithm.num_generations < 2,
-            "algorithm.num_generations=1 with algorithm.name=grpo: a group of one has no advantage; set at least 2 (8 is usual) or algorithm.name=ppo",
-        ),
-        (
-            algorithm.beta > 0 and algorithm.kl_kind == "k1" and algorithm.kl_placement == "loss",
-            "algorithm.kl_kind=k1 has no gradient in the loss; set algorithm.kl_kind=k3 or algorithm.kl_placement=reward",
-        ),
-        (algorithm.dual_clip != 0 and algorithm.dual_clip <= 1, f"algorithm.dual_clip={algorithm.dual_clip} must be above 1, or 0 for off"),
-        (not math.isfinite(algorithm.entropy_coef), f"algorithm.entropy_coef={algorithm.entropy_coef} must be a finite number"),
-        (
-            shared and algorithm.loss_agg_mode != "token-mean",
-            f"algorithm.critic=shared sums policy and value loss, and the value loss is a token mean: set algorithm.loss_agg_mode=token-mean (not "
-            f"{algorithm.loss_agg_mode}) or algorithm.critic=separate",
-        ),
-        (
-            shared and algorithm.critic_warmup_steps > 0,
-            "algorithm.critic_warmup_steps trains the critic alone, and algorithm.critic=shared has none of its own: set it to 0 or algorithm.critic=separate",
-        ),
-        (algorithm.name == "grpo" and algorithm.critic_warmup_steps > 0, "algorithm.critic_warmup_steps needs algorithm.name=ppo: grpo has no critic"),
-        (
-            config.drafter.quanta_per_step > 0 and config.drafter.features == "old_logprobs" and not needs_old_logprobs(config),
-            "drafter.features=old_logprobs keeps those of the pass for old log-probs, which this run does not need (one update a step, no "
-            "algorithm.importance_sampling_cap, no algorithm.beta with algorithm.kl_placement=reward): set drafter.features=recompute",
-        ),
-    )
-
-
 def _batch_problems(config) -> list[str]:
     sequences = config.batch.prompts_per_step * config.algorithm.num_generations
     size, longest = config.batch.sequences_per_minibatch, config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    return _found(
+    return found(
         (
             size > 0 and sequences % size != 0,
             f"batch.sequences_per_minibatch={size} does not divide {config.batch.prompts_per_step} prompts x {config.algorithm.num_generations} generations = "

@@ -24,6 +24,7 @@ from tlt_jax.sharding.rules import batch_rows_multiple, replicated
 from tlt_jax.tasks.prompts import PromptOrder, Task
 from tlt_jax.training import build, rl, sft
 from tlt_jax.training.draft_training import DraftTraining
+from tlt_jax.training.dynamic_sampling import SURPLUS
 from tlt_jax.training.evaluation import evaluate
 from tlt_jax.training.preemption import PreemptionSignal
 from tlt_jax.training.profiling import StepProfile
@@ -72,13 +73,19 @@ class Stage:
     order: PromptOrder
     extra: dict = dataclasses.field(default_factory=dict)
     draft: DraftTraining | None = None  # beside its learner: its counts, and the slices that it serves
+    trainer: rl.Trainer | None = None
 
     def arrays(self) -> dict:
         """Every array of the checkpoint by item."""
         arrays = dict(self.extra)
         for name, learner in self.learners.items():
             arrays |= {name: learner.params, f"{name}_optimizer": learner.opt_state}
-        return arrays if self.draft is None else arrays | self.draft.arrays()
+        return arrays | self.loose_arrays()
+
+    def loose_arrays(self) -> dict:
+        """Those of them whose shapes change from step to step."""
+        surplus = {} if self.trainer is None else self.trainer.arrays()
+        return surplus if self.draft is None else surplus | self.draft.arrays()
 
 
 def run(config: Config, workdir: str) -> None:
@@ -252,7 +259,7 @@ def _run_rl(whole: Run, checkpoint: int | None) -> None:
     trainer = rl.make_trainer(session, whole.take_params(), _order(session))
     learners = {"policy": trainer.policy, "critic": trainer.critic, "drafter": trainer.draft.learner if trainer.draft else None}
     learners = {name: learner for name, learner in learners.items() if learner is not None}
-    stage = Stage("rl", learners, trainer.order, {} if trainer.reference is None else {"reference": trainer.reference}, trainer.draft)
+    stage = Stage("rl", learners, trainer.order, {} if trainer.reference is None else {"reference": trainer.reference}, trainer.draft, trainer)
     done = _restore(whole, checkpoint, stage)
     trainer.reference = stage.extra.get("reference")
     session.reporter.start_stage("rl", steps)
@@ -285,9 +292,9 @@ def _restore(whole: Run, checkpoint: int | None, stage: Stage) -> int:
         return 0
     known = _with_its_drafter(whole, stage, checkpoint)
     like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), known.arrays())
-    if known.draft is not None:
-        items = whole.store.describe(checkpoint).items
-        like |= {name: _as_saved(items[name], whole.session.meshes.train) for name in known.draft.arrays()}
+    items = whole.store.describe(checkpoint).items
+    loose = [*known.loose_arrays(), *([SURPLUS] if known.trainer is not None else [])]
+    like |= {name: _as_saved(items[name], whole.session.meshes.train) for name in loose if name in items}
     arrays, host = whole.store.restore(checkpoint, like)
     for name, learner in known.learners.items():
         learner.params, learner.opt_state = arrays[name], arrays[f"{name}_optimizer"]
@@ -298,6 +305,8 @@ def _restore(whole: Run, checkpoint: int | None, stage: Stage) -> int:
     whole.session.published = host["policy_version"]
     if known.draft is not None:
         known.draft.restore(host["drafter"], arrays)
+    if stage.trainer is not None and "trainer" in host:  # not in a checkpoint of an earlier version
+        stage.trainer.restore(host["trainer"], arrays.get(SURPLUS, {}), steered=whole.session.config.algorithm.kl_target > 0)
     whole.session.restore_selectors(host.get("selectors", []))  # a checkpoint of an earlier version has none
     return host["stage_step"]
 
@@ -336,7 +345,7 @@ def _save_if_due(whole: Run, stage: Stage, number: int, metrics: dict) -> None:
         "stage": stage.name, "stage_step": number, "policy_version": session.policy_version, "order": stage.order.state(),
         "config": _flat(config.to_dict()), "heldout": [list(pair) for pair in whole.heldout], "selectors": session.selector_states(),
         "counters": {name: [learner.updates, learner.skipped, learner.skips_in_a_row] for name, learner in stage.learners.items()},
-        "drafter": stage.draft.state() if stage.draft else {}}
+        "drafter": stage.draft.state() if stage.draft else {}, "trainer": stage.trainer.state() if stage.trainer else {}}
     # NaN ranks last: a step that was not evaluated is never the best one.
     best = None if session.held_out is None else {BEST_METRIC: metrics.get(BEST_METRIC, math.nan)}
     whole.store.save(whole.offset + number, stage.arrays(), host, best)
