@@ -2,6 +2,8 @@
 
 from ml_collections import ConfigDict
 
+from tlt_jax.training.presets import apply_preset
+
 
 def boxed_mathematics(config: ConfigDict) -> None:
     """Word problems with a final answer in a box, judged by math-verify."""
@@ -11,10 +13,9 @@ def boxed_mathematics(config: ConfigDict) -> None:
 
 
 def grpo(config: ConfigDict, *, generations: int = 8) -> None:
-    """GRPO without a reference model: clip .2/.28, token mean over the whole step."""
-    config.algorithm.name = "grpo"
+    """The preset of that name: no reference model, clip .2/.28, token mean over the whole step."""
+    apply_preset(config, "grpo")
     config.algorithm.num_generations = generations
-    config.algorithm.beta = 0.0
 
 
 def lookup_speculation(config: ConfigDict) -> None:
@@ -25,15 +26,9 @@ def lookup_speculation(config: ConfigDict) -> None:
 
 
 def ppo(config: ConfigDict) -> None:
-    """PPO with its own critic: lambda .95 for the policy and 1 for the critic, KL in the reward, one completion a prompt."""
-    config.algorithm.name = "ppo"
+    """The preset of that name, with one completion a prompt: its own critic, lambda .95 for the policy and 1 for the critic, KL in the reward."""
+    apply_preset(config, "ppo")
     config.algorithm.num_generations = 1
-    config.algorithm.critic = "separate"
-    config.algorithm.critic_warmup_steps = 10
-    config.algorithm.whiten_advantages = True
-    config.algorithm.epsilon_high = 0.2
-    config.algorithm.beta = 0.001
-    config.algorithm.kl_placement = "reward"
 
 
 def qwen2_5_7b_on_gsm8k(config: ConfigDict) -> None:
