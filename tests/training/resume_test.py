@@ -231,7 +231,8 @@ def ppo(request, tmp_path_factory):
     place = Place(tmp_path_factory.mktemp("ppo"))
     options = (
         "algorithm.name=ppo", f"algorithm.critic={request.param}", "algorithm.beta=0.1", "algorithm.kl_placement=reward", "algorithm.kl_kind=k1",
-        "batch.sequences_per_minibatch=4", "algorithm.num_iterations=2", "stages.rl.steps=4", "algorithm.whiten_advantages=True")
+        "batch.sequences_per_minibatch=4", "algorithm.num_iterations=2", "stages.rl.steps=4", "algorithm.whiten_advantages=True",
+        "algorithm.kl_target=0.01", "algorithm.kl_horizon=100")
     parts = place.arguments("parts", *options)
     place.exits = place.jobs((place.arguments("straight", *options), None), (parts, ["rl", 2]), (parts, None))
     place.critic = request.param
@@ -239,9 +240,23 @@ def ppo(request, tmp_path_factory):
 
 
 @pytest.mark.slow
+def test_surplus_groups_of_dynamic_sampling_go_on_from_a_checkpoint(tmp_path, pytestconfig):
+    if not pytestconfig.getoption("full"):
+        pytest.skip("runs of another shape: --full")
+    place = Place(tmp_path)
+    options = ("stages.order=rl", "algorithm.dynamic_sampling=True", "batch.prompts_per_step=3", "algorithm.max_draws=3")
+    parts = place.arguments("parts", *options)
+    place.jobs((place.arguments("straight", *options), None), (parts, ["rl", 5]), (parts, None))
+    stale = [record["data/stale_share"] for record in place.records("straight") if record["stage"] == "rl" and "data/draws" in record]
+    assert len(stale) == 6 and stale[5] > 0  # what the stopped run had to keep
+    place.assert_equal("straight", "parts")
+
+
+@pytest.mark.slow
 def test_ppo_stopped_and_resumed_is_the_straight_run(ppo):
     assert [code for code, _, _ in ppo.exits] == ["0", "143", "0"]
     ppo.assert_equal("straight", "parts")
+    assert ppo.checkpoint("straight")[1]["trainer"]["beta"] not in (0.0, 0.1)  # steered since the first step
 
 
 @pytest.mark.slow
