@@ -144,8 +144,8 @@ def whole_batches(trajectories: list[Trajectory], packing: Packing) -> list[Draf
 
 
 def _whole(packed: PackedBatch, packing: Packing) -> DraftBatch:
-    rows = rows_of(packing)
-    return unfilled(jax.tree.map(lambda array: np.pad(array, ((0, rows - len(array)), (0, 0))), packed))
+    missing = rows_of(packing) - len(packed.tokens_BT)
+    return jax.tree.map(lambda array: np.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1)), unfilled(packed))
 
 
 def rows_of(packing: Packing) -> int:
