@@ -191,7 +191,8 @@ def _scorer(config: Config, task: Task, kind: str, argument: str) -> Scorer:
     if kind == "user":
         path, _, function = argument.rpartition(":")
         if not pathlib.Path(path).expanduser().is_file():
-            raise FileNotFoundError(f"reward {argument}: there is no file {path}")
+            key = "reward.components" if config.reward.kind == "composite" else "reward.path"
+            raise FileNotFoundError(f"{key}={path}: there is no such file")
         return Scorer("user", {"path": path, "function": function})
     parameters = {"speed": {"limit": config.rollout.max_new_tokens}, "format": {"name": argument}}
     return Scorer(kind, parameters.get(kind, {}))
