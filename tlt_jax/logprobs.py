@@ -57,12 +57,28 @@ def chunked_token_logprobs(
     `features_ND` are the features after the final norm, `head` a function like `linear_head` gives; gradients reach the arrays it closes over.
     The backward pass recomputes each chunk's logits: one more product with the head than keeping them all would take.
     """
-    if chunk < 1:
-        raise ValueError(f"chunk must be at least 1 position, got {chunk}")
-
     def score(features_ND, targets_N):
         return token_logprobs(head(features_ND), targets_N, temperature, with_entropy=with_entropy)
 
+    return _in_chunks(score, features_ND, targets_N, chunk)
+
+
+def chunked_greedy_logprobs(
+    features_ND, head: Callable[[jax.Array], jax.Array], targets_N, *, chunk: int = DEFAULT_CHUNK
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probability of each target at temperature 1, and whether greedy decoding would choose it; both [N], chunked as in `chunked_token_logprobs`."""
+
+    def score(features_ND, targets_N):
+        logits_NV = head(features_ND)
+        return token_logprobs(logits_NV, targets_N, 1.0, with_entropy=False)[0], jnp.argmax(logits_NV, axis=-1) == targets_N
+
+    return _in_chunks(score, features_ND, targets_N, chunk)
+
+
+def _in_chunks(score: Callable, features_ND, targets_N, chunk: int):
+    """What `score` (features [n, D], targets [n]) → arrays [n] gives for all N positions, at most `chunk` of them at a time."""
+    if chunk < 1:
+        raise ValueError(f"chunk must be at least 1 position, got {chunk}")
     positions, width = features_ND.shape
     chunks = -(-positions // chunk)
     if chunks <= 1:
