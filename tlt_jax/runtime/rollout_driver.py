@@ -6,6 +6,7 @@ out requests and says how many rows this slice may hold.
 
 import collections
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from tlt_jax.scheduling.peer_texts import AnswerHistory, PeerTexts, Place
 from tlt_jax.scheduling.strategy_selector import SelectorSettings
 from tlt_jax.sharding import movement
 from tlt_jax.sharding.rules import replicated
-from tlt_jax.strategies import FINISH_REASONS, FINISH_RUNNING, Completion, Request, Strategy
+from tlt_jax.strategies import FINISH_REASONS, FINISH_RUNNING, FINISH_STOP, Completion, Request, Strategy
 
 IN_FLIGHT = 2  # dispatches queued: the next one starts before the last one's flags are read
 ROW_BUCKETS = (1, 4, 16, 64, 256, 1024)  # no 2: measured on CPU, two rows cost what four do
@@ -98,6 +99,14 @@ def completion(row: Row, code: int, version: int) -> Completion:
         finish_reason=FINISH_REASONS[code], policy_version=version, forwards=row.forwards)
 
 
+def finish_code(code: int, row: Row, ends: Callable[[Row], bool] | None) -> int:
+    """What the device says of a row, or FINISH_STOP where `ends` finds that it has written what only the host can see, such as a stop string.
+
+    On the device such a slot goes on until another request takes it or slots are moved; nobody reads what it writes.
+    """
+    return FINISH_STOP if code == FINISH_RUNNING and ends is not None and ends(row) else code
+
+
 def check_request(request: Request, lengths: Lengths) -> None:
     """ValueError for a request that has no prompt, asks for no token, or is longer than the lengths that the phase was started with."""
     prompt = len(request.prompt_ids)
@@ -135,6 +144,7 @@ class RolloutDriver:
         self._compiled: set[tuple[int, int]] = set()  # (rows, length) whose smaller sizes are compiled
         # Who reads the features of a phase puts a dict here, if the programs stream them: by index, parts [n, F] of all positions but the last.
         self.features: dict[int, list] | None = None
+        self.ends: Callable[[Row], bool] | None = None  # see `finish_code`; set anew for each phase
 
     def start(self, params, version: int, sampling: SamplingParams, stop_ids: tuple[int, ...], lengths: Lengths) -> None:
         """Begin a phase with published parameters. `lengths` bounds every request to come and decides the compiled shapes: keep it the same over a run."""
@@ -160,7 +170,7 @@ class RolloutDriver:
 
     def release(self) -> None:
         """Free rollout memory: cache and the view of the parameters."""
-        self.state = self.params = None
+        self.state = self.params = self.ends = None
         self.rows, self.features = [], None
 
     @property
@@ -194,8 +204,7 @@ class RolloutDriver:
         features = None if self.features is None else movement.to_host(flight.features)
         one = np.ones(len(finish), np.int32)
         counts, forwards = (one, one) if flight.counts is None else movement.to_host(flight.counts)
-        finished = []
-        emitted = rows = rounds = row_rounds = 0
+        finished, emitted, rows, rounds, row_rounds = [], 0, 0, 0, 0
         for index, row in enumerate(flight.rows):
             if row is None or row.done:
                 continue
@@ -208,12 +217,13 @@ class RolloutDriver:
                 read = count if flight.counts else len(row.request.prompt_ids)
                 self.features.setdefault(row.request.index, []).append(features[index][:read].copy())
             emitted, rows, rounds, row_rounds = emitted + count, rows + 1, max(rounds, int(forwards[index])), row_rounds + int(forwards[index])
-            if finish[index] != FINISH_RUNNING:
+            code = finish_code(int(finish[index]), row, self.ends)
+            if code != FINISH_RUNNING:
                 row.done = True
                 self.rows = [None if held is row else held for held in self.rows]
                 if row.place is not None:
                     self.entrance.texts.leave(row.request, row.place, tuple(row.tokens))
-                finished.append(completion(row, int(finish[index]), self.version))
+                finished.append(completion(row, code, self.version))
         if isinstance(flight.origin, Queued):
             self.choice.admitted(flight.origin)
         elif rows:

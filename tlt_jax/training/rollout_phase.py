@@ -7,7 +7,7 @@ from tlt_jax.decoding.sampling import make_sampling
 from tlt_jax.models.specs import PolicySpec
 from tlt_jax.runtime.event_loop import roll_out
 from tlt_jax.runtime.lending import Lending
-from tlt_jax.runtime.rollout_driver import Lengths, RolloutDriver
+from tlt_jax.runtime.rollout_driver import Lengths, RolloutDriver, Row
 from tlt_jax.strategies import Completion, Request
 from tlt_jax.tasks.prompts import Prompt
 from tlt_jax.training.build import Model
@@ -23,6 +23,7 @@ class Phase:
     temperature: float
     step: int
     draw: int = 0  # how often the step has drawn prompts before: the same prompt gets other noise
+    ends: Callable[[Row], bool] | None = None  # whether a running row has written enough, by what only the host can see
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Engine:
         lengths = Lengths(self.longest_prompt, self.longest_prompt + rollout.max_new_tokens)
         for driver, view in zip(self.drivers, weights.views, strict=True):
             driver.start(view, weights.version, sampling, self.model.stop_ids, lengths)
+            driver.ends = phase.ends
         requests = [
             Request(
                 prompt=prompt.key, sample=sample, draw=phase.draw, index=number * phase.generations + sample, prompt_ids=prompt.prompt_ids,
