@@ -11,7 +11,9 @@ from tlt_jax.tasks.tokenizer import load_tokenizer
 WORDS = ["<s>", "</s>", "a", "b", "c", " ", "\n", "ab", " c"]
 SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
 MERGES = [("a", "b"), (" ", "c")]
-PAIRS = [("a", "c"), ("a ", "c"), ("a", " c"), ("a \n", "b"), ("ca", "bc"), ("ca", " ab"), ("", "ab"), ("", "<s>a"), (" ", "c"), ("<s>a", "c"), ("b\n\n", "c c")]
+PAIRS = [
+    ("a", "c"), ("a ", "c"), ("a", " c"), ("a \n", "b"), ("ca", "bc"), ("ca", " ab"), ("", "ab"), ("", "<s>a"), (" ", "c"), ("<s>a", "c"), ("b\n\n", "c c"),
+]
 
 
 def merging(directory, *, begins=True, **specials):

@@ -11,7 +11,7 @@ import math
 import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tlt_jax.tasks.continuations import encode_pair, generation, rolling_windows, start_id, text_ids
 from tlt_jax.training import build, text_answers
@@ -39,6 +39,13 @@ class Wanted:
             raise ValueError(f"--harness_shots={self.shots} must be at least 0")
         if self.context is not None and self.context < 1:
             raise ValueError(f"--harness_context={self.context} must be at least 1")
+
+
+class Loaded(NamedTuple):
+    """lm_eval's objects of the tasks and groups that were asked for, and of the index that they come from."""
+
+    tasks: list
+    manager: object
 
 
 class Request(Protocol):
@@ -91,7 +98,7 @@ class HarnessModel:
 
 def evaluate(config: Config, wanted: Wanted) -> dict:
     """The report of all tasks. Raises ValueError for a missing package, unknown tasks, data that is not there, and a model that cannot be asked."""
-    tasks = load_tasks(wanted)
+    loaded = load_tasks(wanted)
     model = build.open_checkpoint(config)
     if model.tokenizer is None:
         raise ValueError(f"{model.source.path} has no tokenizer files; a task cannot be read without them")
@@ -106,13 +113,13 @@ def evaluate(config: Config, wanted: Wanted) -> dict:
 
     with _one_process():
         results = simple_evaluate(
-            Adapter(config, model, limit), tasks=tasks, num_fewshot=wanted.shots, limit=config.evaluation.limit or None, bootstrap_iters=BOOTSTRAP_DRAWS,
-            log_samples=False, apply_chat_template=wanted.chat, fewshot_as_multiturn=wanted.chat, random_seed=config.seed)
+            Adapter(config, model, limit), tasks=loaded.tasks, task_manager=loaded.manager, num_fewshot=wanted.shots, limit=config.evaluation.limit or None,
+            bootstrap_iters=BOOTSTRAP_DRAWS, log_samples=False, apply_chat_template=wanted.chat, fewshot_as_multiturn=wanted.chat, random_seed=config.seed)
     return report(results) | {"model": config.model.path, "context": limit, "chat": wanted.chat, "limit": config.evaluation.limit, "seed": config.seed}
 
 
-def load_tasks(wanted: Wanted) -> list:
-    """lm_eval's objects of the tasks and groups, with their data read."""
+def load_tasks(wanted: Wanted) -> Loaded:
+    """The tasks with their data read; nothing of the model is touched before."""
     if wanted.directory is not None and not pathlib.Path(wanted.directory).is_dir():
         raise ValueError(f"--harness_tasks={wanted.directory}: there is no such directory")
     try:
@@ -137,7 +144,7 @@ def load_tasks(wanted: Wanted) -> list:
             f"--harness={','.join(wanted.tasks)}: a task cannot be read: {error}. Its data must be in the cache of the datasets package or reachable; local "
             "files are named by a YAML file in --harness_tasks=DIR") from error
     children = {name for names in loaded["group_map"].values() for name in names}
-    return [one for name, one in (loaded["groups"] | loaded["tasks"]).items() if name not in children]
+    return Loaded([one for name, one in (loaded["groups"] | loaded["tasks"]).items() if name not in children], manager)
 
 
 @contextlib.contextmanager
