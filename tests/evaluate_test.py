@@ -112,7 +112,6 @@ def test_a_run_prints_a_table_and_writes_the_report(tmp_path, model, capsys):
 def test_what_cannot_be_evaluated_is_refused(tmp_path, model, capsys):
     given = options(tmp_path, model)
     for more, words in (
-        (["--harness=hellaswag"], "--harness=hellaswag: lm-evaluation-harness is not built"),
         (["--config.evaluation.temperature=0"], "gives 4 equal completions"),
         ([f"--output={tmp_path}"], "is a directory"),
         (["--model="], "--model=DIR is needed"),

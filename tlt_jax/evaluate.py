@@ -11,7 +11,8 @@ from tlt_jax.rewards.items import RewardError
 from tlt_jax.training.command_line import load_config
 
 DESCRIPTION = """Sample evaluation.num_generations completions of a task's held-out rows (data.eval_path, else data.path; generated tasks bring their own) at
-evaluation.temperature, judge them, and print pass@1, pass@k (unbiased), avg@n, maj@n and the lengths of right and wrong answers."""
+evaluation.temperature, judge them, and print pass@1, pass@k (unbiased), avg@n, maj@n and the lengths of right and wrong answers.
+With --harness run tasks of lm-evaluation-harness instead."""
 EXAMPLE = "python -m tlt_jax.evaluate --model=runs/quickstart --config=configs/quickstart.py --config.evaluation.limit=100"
 
 
