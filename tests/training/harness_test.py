@@ -15,7 +15,7 @@ from tlt_jax.checkpoints.huggingface_export import save_policy
 from tlt_jax.models import decoder
 from tlt_jax.models.specs import PolicySpec, RopeSpec
 from tlt_jax.tasks.character_tokenizer import character_tokenizer
-from tlt_jax.tasks.continuations import Span
+from tlt_jax.tasks.continuations import Generation, Span
 from tlt_jax.training import build, harness, text_answers
 from tlt_jax.training.likelihood import Likelihood, batches, filled, shared_rows
 from tlt_jax.training.settings import default_config
@@ -191,6 +191,11 @@ def test_sampled_answers_to_the_same_text_differ_and_come_again(adapter, one_dev
     asked = [Request(("abc", {"max_gen_toks": 12, "do_sample": True, "temperature": 1.0}))] * 3
     found = adapter.generate_until(asked)
     assert len(set(found)) == 3 and found == adapter.generate_until(asked)
+
+
+def test_a_prompt_keeps_its_end_and_leaves_room_for_the_answer(direct):
+    how = Generation(POSITIONS - 3)
+    assert text_answers.prompt_ids(direct.tokenizer, text_answers.Asked("abcde", how), POSITIONS) == tuple(direct.ids("cde", special=False))
 
 
 def test_an_answer_that_leaves_no_room_for_a_prompt_is_refused(adapter):
