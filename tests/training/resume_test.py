@@ -228,6 +228,8 @@ def test_stages_that_do_not_continue_those_of_the_checkpoint_are_refused(grpo):
 @pytest.fixture(scope="module", params=["separate", "shared"])
 def ppo(request, tmp_path_factory):
     """PPO with two minibatches, two iterations and the KL in the reward: `straight`, and `parts`, stopped after step 2 and gone on."""
+    if request.param == "shared" and not request.config.getoption("full"):
+        pytest.skip("the same two runs again for the shared trunk: --full")
     place = Place(tmp_path_factory.mktemp("ppo"))
     options = (
         "algorithm.name=ppo", f"algorithm.critic={request.param}", "algorithm.beta=0.1", "algorithm.kl_placement=reward", "algorithm.kl_kind=k1",
