@@ -8,7 +8,7 @@ Arrays of rank ≥ 2 in device code end in their dimension keys, and einsum stri
     P prompts of one admission, I pieces    R decode rounds of one dispatch      A slots of one admission
     Q prompts of one prefill                M response tokens of a packed row    Z stop ids
     J tokens of the longest path of a tree (levels + 1)    W positions of a feature ring    X root and nodes of a tree (N + 1)
-    E candidates of one node                U nodes that one level expands
+    E candidates of one node                U nodes that one level expands      Y pairs of a packed row
 
 This module holds arrays only; host-side values live in `strategies.py`.
 """
@@ -71,3 +71,14 @@ class PackedBatch:
     old_values_BT: jax.Array  # float32, zeros without a critic
     returns_BT: jax.Array  # float32, zeros without a critic
     beta: jax.Array  # float32 scalar, weight of the KL to the reference in the loss
+
+
+@flax.struct.dataclass
+class PairBatch:
+    """Pairs of a better and a worse sequence packed into rows, both of a pair in one row; every sequence is a segment of its own."""
+
+    tokens_BT: jax.Array  # int32
+    positions_BT: jax.Array  # int32, absolute position inside the sequence
+    segments_BT: jax.Array  # int32, 1.. per row, 0 = padding
+    better_BY: jax.Array  # int32 column of the last token of each better sequence; T = no pair
+    worse_BY: jax.Array  # int32 column of the last token of the worse one

@@ -17,7 +17,7 @@ from tlt_jax.models.decoder import DecoderOutput
 from tlt_jax.models.specs import PolicySpec
 from tlt_jax.objectives import losses
 from tlt_jax.objectives.losses import LossSettings
-from tlt_jax.records import PackedBatch
+from tlt_jax.records import PackedBatch, PairBatch
 
 VALUE_HEAD = "value_head"  # beside the policy's parameters when the critic shares the trunk
 
@@ -54,7 +54,8 @@ class PolicyObjective:
                 "of its own")
 
 
-def _trunk(run: Pass, params: dict, batch: PackedBatch, capture_layers: tuple[int, ...] = ()) -> DecoderOutput:
+def trunk(run: Pass, params: dict, batch: PackedBatch | PairBatch, capture_layers: tuple[int, ...] = ()) -> DecoderOutput:
+    """The forward of packed rows up to the head."""
     compute = jax.tree.map(lambda leaf: leaf.astype(run.compute_dtype), {name: params[name] for name in ("embed", "layers", "final_norm")})
     return decoder.forward(
         run.spec, compute, batch.tokens_BT, positions_BT=batch.positions_BT, segments_BT=batch.segments_BT, capture_layers=capture_layers,
@@ -68,7 +69,7 @@ def _before_targets(features_BTD: jax.Array, batch: PackedBatch) -> jax.Array:
 
 def response_features(run: Pass, params: dict, batch: PackedBatch) -> jax.Array:
     """Features [B, M, D] that predict the response tokens at columns `batch.targets_BM` (the column before each)."""
-    return _before_targets(_trunk(run, params, batch).features_BTD, batch)
+    return _before_targets(trunk(run, params, batch).features_BTD, batch)
 
 
 def on_columns(values_BM: jax.Array, batch: PackedBatch) -> jax.Array:
@@ -96,7 +97,7 @@ def score_logprobs(run: Pass, params: dict, batch: PackedBatch) -> jax.Array:
 
 def score_and_features(run: Pass, capture_layers: tuple[int, ...], params: dict, batch: PackedBatch) -> tuple[jax.Array, jax.Array | None, jax.Array]:
     """(`score_logprobs`, what enters `capture_layers` [B, T, F], None without layers, features [B, T, D] before the head) of one forward."""
-    out = _trunk(run, params, batch, capture_layers)
+    out = trunk(run, params, batch, capture_layers)
     logprobs_BT, _ = features_logprobs(run, params, _before_targets(out.features_BTD, batch), batch, with_entropy=False)
     return logprobs_BT, out.aux_features_BTF, out.features_BTD
 

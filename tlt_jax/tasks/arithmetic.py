@@ -109,6 +109,34 @@ def worked_solution(prompt: Prompt) -> str:
     return solve(prompt.columns["question"])
 
 
+def wrong_solution(prompt: Prompt) -> str:
+    """A wrong response as policies give them, the same for a prompt every time: a step goes wrong and the rest follows from it, the last line gives another
+    number than the steps, the steps stop before the end, or only a wrong number is given."""
+    draw = random.Random(f"wrong {prompt.key}").random
+    lines, answer = solve(prompt.columns["question"]).split("\n"), int(prompt.answer)
+    kind, slip = int(draw() * 10), 1 + int(draw() * 9)
+    slip = slip if draw() < 0.5 else -slip
+    if kind < 5:
+        return _with_slip(prompt.columns["question"], int(draw() * (len(lines) - 1)), slip)
+    if kind < 7:
+        return "\n".join([*lines[:-1], f"#### {answer + slip}"])
+    if kind < 8:
+        return "\n".join(lines[: 1 + int(draw() * (len(lines) - 1))])
+    return f"#### {answer + slip}"
+
+
+def _with_slip(question: str, wrong_step: int, slip: int) -> str:
+    """The worked solution with `slip` added to the result of one step; every step after it is right."""
+    matched = _QUESTION.fullmatch(question)
+    value, lines = int(matched[1]), []
+    for step, (sign, operand) in enumerate(re.findall(r"([-+*])(\d+)", matched[2])):
+        after = _OPERATIONS[sign](value, int(operand))
+        after += slip if step == wrong_step else 0
+        lines.append(f"{value}{sign}{operand}={after}")
+        value = after
+    return "\n".join([*lines, f"#### {value}"])
+
+
 def score(prompt: str, response: str, answer: str, metadata: dict) -> float:
     """1.0 when the last line of the response is exactly `#### answer`, else 0.0. The lines above it are not judged."""
     lines = response.rstrip("\n").split("\n")
@@ -161,6 +189,10 @@ class ArithmeticTask:
         """The demonstration of a prompt: its worked solution or the bare answer, chosen by the prompt's key, so that nothing in the text tells which."""
         shows_steps = prompt.key % _KEYS < self.worked_share * _KEYS
         return worked_solution(prompt) if shows_steps else f"#### {prompt.answer}"
+
+    def wrong_solution(self, prompt: Prompt) -> str:
+        """See the function."""
+        return wrong_solution(prompt)
 
 
 def _row(settings: ArithmeticSettings, seed: int, index: int) -> Row:

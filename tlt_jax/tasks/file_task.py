@@ -55,6 +55,10 @@ class FileTask:
             "conversations that end with the assistant"
         )
 
+    def wrong_solution(self, prompt: Prompt) -> str:
+        """Raises DataError: a file brings its own pairs."""
+        raise DataError(f"{self.name}: this task makes no wrong answers; give a file of pairs, stages.reward_model.path")
+
 
 def _ends_with_assistant(row: Row, columns: Columns) -> bool:
     asked = value_of(row, columns.prompt)

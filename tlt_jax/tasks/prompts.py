@@ -50,6 +50,9 @@ class Task(Protocol):
     def worked_solution(self, prompt: Prompt) -> str:
         """A response to learn from in supervised warm-up. Raises DataError when the task has none."""
 
+    def wrong_solution(self, prompt: Prompt) -> str:
+        """A wrong response beside the worked one, for a reward model to learn from. Raises DataError when the task makes none."""
+
 
 @dataclasses.dataclass(frozen=True)
 class PromptSettings:
@@ -179,28 +182,29 @@ def _rendered(asked: str | list[dict], row: Row, tokenizer: Tokenizer, settings:
         if spoken or settings.system_prompt or row.columns.get("tools"):
             reason = "the data are conversations" if spoken else "a system prompt or tools need a chat template"
             raise DataError(f"{row.place}: {reason}, and the prompt is rendered as plain text: set model.chat_template")
-        return _instructed(asked, settings), False
+        return instructed(asked, settings), False
     messages = asked if spoken else [{"role": "user", "content": asked}]
     last_user = next((message for message in reversed(messages) if message["role"] == "user"), None)
     if last_user is not None:
-        last_user["content"] = _instructed(last_user["content"], settings)
+        last_user["content"] = instructed(last_user["content"], settings)
     if settings.system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": settings.system_prompt})
-    thinking, tools = _thinking(row, settings), _tools(row)
+    thinking, tools = thinking_of(row, settings), _tools(row)
     try:
         return tokenizer.render_chat(messages, add_generation_prompt=True, enable_thinking=thinking, tools=tools), True
     except TokenizerError as error:
         raise DataError(f"{row.place}: {error}") from error
 
 
-def _instructed(question: str, settings: PromptSettings) -> str:
+def instructed(question: str, settings: PromptSettings) -> str:
+    """The question with the instruction."""
     if "{question}" in settings.instruction:
         return settings.instruction.format(question=question)
     return f"{question}\n{settings.instruction}" if settings.instruction else question
 
 
-def _thinking(row: Row, settings: PromptSettings) -> bool | None:
-    """The setting, else the row's own column."""
+def thinking_of(row: Row, settings: PromptSettings) -> bool | None:
+    """Whether the chat template lets the assistant think: the setting, else the row's own column, else None."""
     own = row.columns.get("enable_thinking")
     if settings.enable_thinking is None and not (own is None or isinstance(own, bool)):
         raise DataError(f"{row.place}: enable_thinking is {own!r}; true or false is expected")
@@ -305,6 +309,8 @@ class PromptOrder:
 
     def restore(self, state: dict) -> None:
         """Continue where `state` was taken. Raises DataError when the data size, the seed or the shuffling changed since."""
+        if "count" not in state:
+            raise DataError("the prompt order was saved with a curriculum: resume with its settings (curriculum.*), or use another --workdir")
         for name, mine in (("count", self._count), ("seed", self._seed), ("shuffle", self._shuffle)):
             if state[name] != mine:
                 raise DataError(f"the prompt order was saved with {name}={state[name]} and now {name}={mine}: resume with the same data and seed")

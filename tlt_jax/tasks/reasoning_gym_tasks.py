@@ -112,3 +112,7 @@ class ReasoningGymTask:
         if not prompt.answer:
             raise DataError(f"{self.name}, entry {prompt.row}: no reference answer to learn from")
         return f"<answer>{prompt.answer}</answer>"
+
+    def wrong_solution(self, prompt: Prompt) -> str:
+        """Raises DataError: what a wrong answer looks like depends on the data set."""
+        raise DataError(f"{self.name}: this task makes no wrong answers; give a file of pairs, stages.reward_model.path")

@@ -91,13 +91,13 @@ def _file_rows(place) -> Iterator[Row]:
         return _parquet_rows(place, name)
     if place.suffix not in SUFFIXES:
         raise DataError(f"{name}: not one of the known formats {', '.join(SUFFIXES)}")
-    text = _decoded(place.read_bytes(), name)
+    text = decoded(place.read_bytes(), name)
     if place.suffix == ".json" and text.lstrip().startswith("["):
         return _list_rows(text, name)
     return _line_rows(text, name)
 
 
-def _decoded(content: bytes, name: str) -> str:
+def decoded(content: bytes, name: str) -> str:
     """The text of a UTF-8 file, without a byte-order mark."""
     if content.startswith(_WIDE_MARKS) or b"\0" in content[:64]:
         raise DataError(f"{name}: the file is UTF-16 or UTF-32, not UTF-8; convert it: iconv -f UTF-16 -t UTF-8 {name}")

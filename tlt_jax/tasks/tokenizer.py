@@ -37,7 +37,7 @@ def check_ids(ids: Sequence[int], embedding_rows: int) -> None:
 class Tokenizer:
     """A loaded tokenizer. `size` = highest id + 1: embedding rows from there on are padding and must never be sampled.
 
-    `stop_ids`: the end-of-text id and the token that ends an assistant turn in the chat template; the caller adds those of the generation config.
+    `stop_ids`: the end-of-text id and `turn_end_id`, which ends an assistant turn in the chat template; the caller adds those of the generation config.
     """
 
     backend: object
@@ -48,6 +48,15 @@ class Tokenizer:
     stop_ids: tuple[int, ...]
     embedding_rows: int | None = None
     refuses_unknown: bool = False
+    turn_end_id: int | None = None
+
+    @property
+    def answer_end_id(self) -> int:
+        """What a policy says at the end of an answer: the chat template's end of a turn, else the end of the text. Raises TokenizerError without either."""
+        ends = [end for end in (self.turn_end_id, self.eos_id) if end is not None]
+        if not ends:
+            raise TokenizerError("the tokenizer has neither an end-of-text token nor a chat template that ends turns with a token: answers would have no end")
+        return ends[0]
 
     @property
     def has_chat_template(self) -> bool:
@@ -151,8 +160,8 @@ def load_tokenizer(directory: str, *, chat_template: str | None = None, embeddin
     pad = backend.pad_token_id if backend.pad_token_id is not None else eos if eos is not None else 0
     loaded = Tokenizer(backend, size, eos, backend.bos_token_id, pad, (), embedding_rows, bool(backend.init_kwargs.get("refuses_unknown")))
     turn_end = _end_of_turn(loaded) if loaded.has_chat_template else ""
-    stops = {eos} if not turn_end else {eos, backend.convert_tokens_to_ids(turn_end)}
-    return dataclasses.replace(loaded, stop_ids=tuple(sorted(stops - {None})))
+    turn_end_id = backend.convert_tokens_to_ids(turn_end) if turn_end else None
+    return dataclasses.replace(loaded, stop_ids=tuple(sorted({eos, turn_end_id} - {None})), turn_end_id=turn_end_id)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import math
 import numpy as np
 
 from tlt_jax.training.reporting import Sample
+from tlt_jax.training.reward_model import judged
 from tlt_jax.training.scoring import Rollouts, response_text
 from tlt_jax.training.session import Phase, Session
 
@@ -35,7 +36,7 @@ def evaluate(session: Session, params, step: int) -> dict[str, float]:
     prompts = list(session.held_out.prompts())[: settings.limit or None]
     phase = Phase("evaluation", settings.num_generations, settings.temperature, step)
     scorer = session.generate(session.publish(params), prompts, phase)
-    rollouts = scorer.finish()
+    rollouts = judged(session.reward_model, scorer.finish())
     session.reporter.record_samples(step, samples_of(session, rollouts, None), kind="evaluation", limit=settings.samples)
     return heldout_metrics(rollouts, settings.num_generations)
 

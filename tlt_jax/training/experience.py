@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tlt_jax.records import PackedBatch
+from tlt_jax.records import PackedBatch, PairBatch
 from tlt_jax.scheduling import batching
+from tlt_jax.strategies import Completion
 
 SLACK = 1.05  # room for two sequences that are a little longer than usual
 
@@ -22,6 +23,7 @@ class Trajectory:
     prompt_length: int
     rollout_logprobs: np.ndarray
     trained: bool = True  # False: not scored; it takes no part in the update
+    counts: np.ndarray | None = None  # 1 on the response tokens that are trained on; None: on all
     advantages: np.ndarray | None = None
     old_logprobs: np.ndarray | None = None
     reference_logprobs: np.ndarray | None = None
@@ -32,6 +34,12 @@ class Trajectory:
     def response_length(self) -> int:
         """Response tokens, stop id included."""
         return len(self.tokens) - self.prompt_length
+
+
+def of_completion(completion: Completion) -> Trajectory:
+    """Prompt and answer of a rollout."""
+    tokens = np.array([*completion.request.prompt_ids, *completion.token_ids], np.int32)
+    return Trajectory(tokens, len(completion.request.prompt_ids), np.array(completion.logprobs, np.float32))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +89,27 @@ def pack(trajectories: list[Trajectory], packing: Packing, beta: float = 0.0) ->
     return Packed(batches, places)
 
 
+def pack_pairs(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], packing: Packing) -> list[PairBatch]:
+    """Pairs of (better, worse) token ids as micro-batches of one shape; the two of a pair stand side by side."""
+    plan = batching.microbatches(
+        [len(better) + len(worse) for better, worse in pairs], packing.tokens_per_microbatch, row_length=packing.row_length, row_multiple=packing.row_multiple)
+    most, length = batching.power_bucket(max(len(row) for rows in plan.microbatches for row in rows), 1), plan.row_length
+    batches = []
+    for rows in plan.microbatches:
+        tokens_BT, positions_BT, segments_BT = (np.zeros((len(rows), length), np.int32) for _ in range(3))
+        ends_YB2 = np.full((most, len(rows), 2), length, np.int32)
+        for row, members in enumerate(rows):
+            column = 0
+            for number, index in enumerate(members):
+                for side, ids in enumerate(pairs[index]):
+                    whole = slice(column, column + len(ids))
+                    tokens_BT[row, whole], positions_BT[row, whole], segments_BT[row, whole] = ids, np.arange(len(ids)), 2 * number + side + 1
+                    column += len(ids)
+                    ends_YB2[number, row, side] = column - 1
+        batches.append(PairBatch(tokens_BT, positions_BT, segments_BT, ends_YB2[..., 0].T, ends_YB2[..., 1].T))
+    return batches
+
+
 def unpack(packed: Packed, results: list[np.ndarray], trajectories: list[Trajectory]) -> list[np.ndarray]:
     """The response part of per-column results [B, T] for every trajectory."""
     responses = []
@@ -109,7 +138,7 @@ def _write(batch: PackedBatch, row: int, place: tuple[int, int, int], trajectory
     batch.positions_BT[row, whole] = np.arange(length)
     batch.segments_BT[row, whole] = segment
     batch.targets_BM[row, used : used + response] = np.arange(answer.start, answer.stop)
-    batch.mask_BT[row, answer] = float(trajectory.trained)
+    batch.mask_BT[row, answer] = float(trajectory.trained) if trajectory.counts is None else trajectory.trained * trajectory.counts
     batch.rollout_logprobs_BT[row, answer] = trajectory.rollout_logprobs
     for array, values in (
         (batch.advantages_BT, trajectory.advantages), (batch.old_logprobs_BT, trajectory.old_logprobs),

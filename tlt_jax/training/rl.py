@@ -27,7 +27,8 @@ from tlt_jax.training.algorithm_rules import has_critic, kl_in_reward, needs_old
 from tlt_jax.training.draft_training import DraftTraining
 from tlt_jax.training.dynamic_sampling import SURPLUS, GroupSampler, Sampled
 from tlt_jax.training.evaluation import samples_of
-from tlt_jax.training.experience import Packing, Trajectory, pack, unpack
+from tlt_jax.training.experience import Packing, Trajectory, of_completion, pack, unpack
+from tlt_jax.training.reward_model import judged
 from tlt_jax.training.scoring import Rollouts
 from tlt_jax.training.session import Phase, Session
 
@@ -95,7 +96,7 @@ def run_step(session: Session, trainer: Trainer, step: int) -> dict[str, float]:
     config, timing, compiles = session.config, rl_metrics.Stopwatch(), (compile_counter().count, compile_counter().seconds)
     verdicts = collections.Counter(session.pool.counts)
     sampled, decoding = _sample(session, trainer, step, timing)
-    trajectories = [_trajectory(completion) for completion in sampled.chosen.completions]
+    trajectories = [of_completion(completion) for completion in sampled.chosen.completions]
     packing = session.packing
     with timing.of("score"):
         session.phase("scoring")
@@ -148,7 +149,7 @@ def _sample(session: Session, trainer: Trainer, step: int, timing: rl_metrics.St
         if not draw:
             decoding.metrics, decoding.loans = metrics, loans
         with timing.of("reward"):
-            rollouts = scorer.finish()
+            rollouts = judged(session.reward_model, scorer.finish())
         if draft is not None:
             draft.meet(rollouts.completions)
         return rollouts
@@ -174,11 +175,6 @@ def _kl(config, trainer: Trainer, trajectories: list[Trajectory], metrics: dict[
     if algorithm.kl_target:
         trainer.beta = adapted(trainer.beta, kl, algorithm.kl_target, len(trajectories), algorithm.kl_horizon)
     return reported
-
-
-def _trajectory(completion) -> Trajectory:
-    tokens = np.array([*completion.request.prompt_ids, *completion.token_ids], np.int32)
-    return Trajectory(tokens, len(completion.request.prompt_ids), np.array(completion.logprobs, np.float32))
 
 
 def _score(session: Session, trainer: Trainer, trajectories: list[Trajectory], packing: Packing) -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import jax
@@ -24,7 +24,9 @@ from tlt_jax.strategies import Completion
 from tlt_jax.tasks.prompts import Prompt, Task
 from tlt_jax.training import build
 from tlt_jax.training.experience import Packing, packing_for
+from tlt_jax.training.lessons import Lessons
 from tlt_jax.training.reporting import Reporter
+from tlt_jax.training.reward_model import RewardModel
 from tlt_jax.training.rollout_phase import Engine, Phase, Weights, longest_prompt
 from tlt_jax.training.scoring import StepScorer
 from tlt_jax.training.settings import Config
@@ -60,6 +62,8 @@ class Session:
     counters: HardwareCounters = dataclasses.field(default_factory=lambda: HardwareCounters(None))
     publisher: Publisher | None = None
     published: int = 0  # versions of the policy that were published before this process
+    lessons: Mapping[str, Lessons] = dataclasses.field(default_factory=dict)  # of the supervised stages
+    reward_model: RewardModel | None = None  # scores the answers of RL, where the config says so
     loans: LoanReport | None = None  # of the latest rollout phase; None: nothing could be lent
 
     def phase(self, name: str, **numbers: int) -> None:

@@ -2,7 +2,7 @@
 
 A declaration is `name: (default, meaning)` or `name: (default, meaning, allowed)`. The type of the default is the type of the key; `allowed` is the choices
 of a text or the (lowest, highest) value of a number. "" and 0 stand for "not set" where the meaning says so.
-Cross-field rules are in settings_rules.py and the command line in command_line.py; nothing here reads a file or knows a device.
+The groups stages, curriculum and evaluation are in settings_stages.py, cross-field rules in settings_rules.py and the command line in command_line.py; nothing here reads a file or knows a device.
 """
 
 import dataclasses
@@ -10,8 +10,10 @@ from math import inf
 
 from ml_collections import ConfigDict
 
+from tlt_jax.training import settings_stages
+from tlt_jax.training.settings_stages import BELOW_1, FROM_0, FROM_1, SHARE
+
 ALPHABET = "0123456789+-*/=<>()?:;,.#'\n abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-FROM_0, FROM_1, SHARE, BELOW_1 = (0, inf), (1, inf), (0, 1), (0, 0.9999999)
 FLOAT, AUTO_OR_FLOAT = ("float32", "bfloat16"), ("auto", "float32", "bfloat16")
 
 
@@ -93,8 +95,9 @@ def _declarations() -> dict:
         "checkpoint": _checkpoint(),
         "logging": _logging(),
         "profiler": _profiler(),
-        "evaluation": _evaluation(),
-        "stages": _stages(),
+        "evaluation": settings_stages.evaluation(),
+        "curriculum": settings_stages.curriculum(),
+        "stages": settings_stages.stages(),
     }
 
 
@@ -155,12 +158,14 @@ def _reward() -> dict:
     return {
         "kind": (
             "task",
-            "task (the task's own verdict), math (math-verify), exact (equal text), user (your function) or composite (a weighted sum)",
-            ("task", "math", "exact", "user", "composite"),
+            "task (the task's own verdict), math (math-verify), exact (equal text), user (your function), composite (a weighted sum) or model (a reward model)",
+            ("task", "math", "exact", "user", "composite", "model"),
         ),
         "components": (
             (), "composite: KIND=WEIGHT of each part, the first one says what is right: task, math, exact, speed, diversity, format:NAME or FILE.py:FUNCTION"),
-        "path": ("", "Python file of the user's reward function"),
+        "path": (
+            "", "user: Python file of your reward function; model: Hugging Face sequence-classification directory or workdir of a run with the stage "
+            "reward_model, '' = the one of this run"),
         "function": ("score", "name of the function in that file"),
         "scope": (
             "prompt", "what a function with plural names sees at once: the answers of one prompt, or of the whole step (scored after the last one)",
@@ -374,27 +379,4 @@ def _profiler() -> dict:
     return {
         "start_step": (2, "first RL step of the JAX profile", FROM_1),
         "steps": (0, "RL steps profiled into WORKDIR/profile; 0 = off", FROM_0),
-    }
-
-
-def _evaluation() -> dict:
-    return {
-        "every_steps": (0, "RL steps between evaluations on held-out rows; 0 = only before and at the end", FROM_0),
-        "before": (True, "evaluate before the first step"),
-        "limit": (0, "held-out prompts used; 0 = all", FROM_0),
-        "num_generations": (1, "completions of one prompt (n of pass@k and maj@k)", FROM_1),
-        "temperature": (0.0, "sampling temperature of evaluation", FROM_0),
-        "samples": (8, "completions of an evaluation written to samples.jsonl", FROM_0),
-    }
-
-
-def _stages() -> dict:
-    return {
-        "order": (("rl",), "stages to run, in this order: sft, rl"),
-        "sft": {
-            "steps": (300, "supervised updates on the task's worked answers", FROM_0),
-            "batch": (64, "sequences of one supervised update", FROM_1),
-            "lr": (1e-3, "peak learning rate; 5 % warm-up, cosine decay", FROM_0),
-        },
-        "rl": {"steps": (100, "RL steps in the whole run, resumed ones included", FROM_0)},
     }

@@ -126,36 +126,6 @@ def run(config: Config, workdir: str) -> None:
             store.close()
 
 
-def _describe(task, name: str) -> str:
-    return f"{name} data: {task.name}; {task.describe()}"
-
-
-def check_data(config: Config, model: build.Model, task: Task, held_out: Task | None) -> None:
-    """Raises ValueError for prompts that the model or the batch cannot take, and for a row without a worked answer to warm up on."""
-    prompts, stages = task.prompts(), config.stages
-    if "rl" in stages.order:
-        drawn = [*prompts, *(held_out.prompts() if held_out is not None else ())]
-        check_lengths(model.spec, drawn, config.rollout.max_new_tokens, lambda prompt: f"{prompt.source}, row {prompt.row}")
-    for stage, key, count in (("rl", "batch.prompts_per_step", config.batch.prompts_per_step), ("sft", "stages.sft.batch", stages.sft.batch)):
-        if stage in stages.order and count > len(prompts):
-            raise ValueError(f"{key}={count} different prompts are drawn for a step and the training data hold {len(prompts)}: lower it, or add rows")
-    for prompt in prompts if "sft" in stages.order else ():
-        task.worked_solution(prompt)
-
-
-def _check_budget(config: Config, task: Task, rows: int) -> None:
-    """`rows` sequences, one for each device that shares the batch, have to fit into a micro-batch and into an update of the drafter, if it learns."""
-    longest = max(len(prompt.prompt_ids) for prompt in task.prompts()) + config.rollout.max_new_tokens
-    budgets = {"batch.tokens_per_microbatch": config.batch.tokens_per_microbatch}
-    if config.drafter.quanta_per_step:
-        budgets["distill.tokens_per_update"] = config.distill.tokens_per_update
-    for name, budget in budgets.items() if "rl" in config.stages.order else ():
-        if rows * longest > budget:
-            raise ValueError(
-                f"{name}={budget} cannot hold one sequence of {longest} tokens (longest prompt + rollout.max_new_tokens) for each of the {rows} devices "
-                f"that share the batch: raise it to at least {rows * longest}")
-
-
 def _check_stages(config: Config, store: RunStateStore, described: StepDescription) -> dict:
     """The host values of a checkpoint; ValueError unless the stages up to its own are those of the config."""
     stage, saved, now = described.host["stage"], described.host["config"]["stages.order"], list(config.stages.order)
@@ -172,14 +142,6 @@ def _is_finished(config: Config, resumed: dict) -> bool:
     return resumed["stage"] == stage and resumed["stage_step"] >= config.stages[stage].steps
 
 
-def _say_finished(reporter: Reporter | SilentReporter, workdir: str, step: int, resumed: dict) -> None:
-    stage = resumed["stage"]
-    reporter.say(f"this run is finished: checkpoint {step} holds step {resumed['stage_step']} of its last stage, {stage}; nothing was done")
-    _say_accuracy(reporter, resumed["heldout"])
-    reporter.say(f"raise stages.{stage}.steps to train on, or export the model: python -m tlt_jax.export --workdir={workdir} --output={workdir}/export")
-    reporter.close()
-
-
 def _resume_step(config: Config, store: RunStateStore) -> int | None:
     newest = store.latest_valid_step()
     if config.checkpoint.resume == "never":
@@ -187,39 +149,6 @@ def _resume_step(config: Config, store: RunStateStore) -> int | None:
             raise ValueError(f"{store.directory} holds checkpoints up to step {newest} and checkpoint.resume=never: use another --workdir or resume=auto")
         return None
     return newest if config.checkpoint.resume == "auto" else int(config.checkpoint.resume)
-
-
-def _reporter(config: Config, workdir: str, resumed: dict | None):
-    if jax.process_index() != 0:
-        return SilentReporter()
-    settings = ReportSettings(
-        stages=tuple(config.stages.order), every_steps=config.logging.every_steps, samples_per_step=config.logging.samples_per_step,
-        timeline_every_steps=config.logging.timeline_every_steps, tensorboard=config.logging.tensorboard, wandb=config.logging.wandb,
-        run_name=pathlib.Path(workdir).name)
-    return Reporter(workdir, settings, resumed=None if resumed is None else (resumed["stage"], resumed["stage_step"]))
-
-
-def _say_start(session: Session, lines: list[str], step: int | None, resumed: dict | None) -> None:
-    say, config = session.reporter.say, session.config
-    devices = jax.devices()
-    say(f"{len(devices)} × {devices[0].device_kind} ({devices[0].platform}); {len(session.drivers)} rollout slices; "
-        f"rollout in {build.resolve_dtype(config, 'rollout')}, training in {build.resolve_dtype(config, 'compute')}")
-    for line in lines:
-        say(line)
-    if "rl" in config.stages.order:
-        say(batch_equation(config))
-    if resumed is not None:
-        say(f"continuing from checkpoint {step}: stage {resumed['stage']}, step {resumed['stage_step']}")
-        changed = sorted(name for name, value in _flat(config.to_dict()).items() if resumed["config"].get(name, value) != value)
-        if changed:
-            say(f"changed since that checkpoint: {', '.join(changed)}")
-
-
-def _flat(values: dict, prefix: str = "") -> dict:
-    flat = {}
-    for name, value in values.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": list(value) if isinstance(value, tuple) else value}
-    return flat
 
 
 def _run_stages(whole: Run, step: int | None) -> None:
@@ -355,18 +284,3 @@ def _save_if_due(whole: Run, stage: Stage, number: int, metrics: dict) -> None:
             raise failed
     if stop:
         raise Preempted(whole.signal.exit_code)
-
-
-def _say_accuracy(reporter: Reporter | SilentReporter, heldout: list) -> None:
-    if heldout:
-        (_, before), (last, after) = heldout[0], heldout[-1]
-        reporter.say(f"held-out accuracy: {100 * before:.1f} % before RL, {100 * after:.1f} % after step {last} ({100 * (after - before):+.1f} points)")
-
-
-def _finish(whole: Run) -> None:
-    reporter, workdir = whole.session.reporter, whole.session.workdir
-    _say_accuracy(reporter, whole.heldout)
-    reporter.finish((
-        f"python -m tlt_jax.export --workdir={workdir} --output={workdir}/export",
-        f"python -m tlt_jax.generate --model={workdir}/export --prompts=PROMPTS.jsonl --output=ANSWERS.jsonl",
-    ))
