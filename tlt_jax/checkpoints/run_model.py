@@ -22,8 +22,8 @@ from tlt_jax.models.specs import PolicySpec, config_from_spec, spec_from_config
 from tlt_jax.sharding.rules import param_shardings
 
 DESCRIPTION, TOKENIZER, CHECKPOINTS = "model.json", "tokenizer", "checkpoints"
-NETWORKS = ("policy", "critic", "drafter")
-_TRAINED_BY = {"critic": "algorithm.name=ppo", "drafter": "drafter.quanta_per_step above 0 (eagle and eagle3)"}
+NETWORKS = ("policy", "critic", "drafter", "reward_model")
+_TRAINED_BY = {"critic": "algorithm.name=ppo", "drafter": "drafter.quanta_per_step above 0 (eagle and eagle3)", "reward_model": "reward_model in stages.order"}
 SHARED_VALUE_HEAD = "value_head"  # beside the policy's parameters when the critic shares its trunk
 _FORMAT = 1
 
@@ -129,7 +129,8 @@ def find_networks(workdir: str | os.PathLike[str], networks: Sequence[str], step
 def load_network(
     workdir: str | os.PathLike[str], network: str = "policy", *, step: int | None = None, dtype: str | None = None, mesh: jax.sharding.Mesh | None = None
 ) -> RunNetwork:
-    """"policy" or "critic" of the run at `step` (None = the newest complete one), in `dtype` (None = as saved), sharded over `mesh` or on one device.
+    """"policy", "critic" or "reward_model" of the run at `step` (None = the newest complete one), in `dtype` (None = as saved), sharded over `mesh` or on one
+    device.
 
     A critic that shares the policy's trunk becomes a network of its own: that trunk with the value head. Raises FileNotFoundError for an absent step or
     critic, ValueError for an incomplete step or parameters that are not those of the run's model.
@@ -141,10 +142,10 @@ def load_network(
         params = dict(store.restore_item(step, item, _placed(tree, mesh)))
         where = f"step {step} in {store.directory}"
     value_head = params.pop(SHARED_VALUE_HEAD, None)
-    if network == "critic":
-        spec = dataclasses.replace(spec, head="value")
-        if item == "policy":
-            params["head"] = value_head
+    if network != "policy":
+        spec = dataclasses.replace(spec, head={"critic": "value", "reward_model": "reward"}[network])
+    if network == "critic" and item == "policy":
+        params["head"] = value_head
     _check_leaves(spec, flatten(params), where)
     if dtype is not None:
         params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)

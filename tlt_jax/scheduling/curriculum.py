@@ -36,7 +36,7 @@ def split(difficulties: Sequence[float], stages: int) -> list[int]:
 
 
 class Curriculum:
-    """The present stage (from 0) of `sizes` parts of that many prompts. In stage s prompts come from part s, and some from easier ones to keep what was learned."""
+    """The present stage (from 0) of parts of `sizes` prompts. In stage s prompts come from part s, and some from easier ones to keep what was learned."""
 
     def __init__(self, settings: CurriculumSettings, sizes: Sequence[int]):
         self.settings, self.sizes, self.stage, self._steps = settings, tuple(sizes), 0, 0

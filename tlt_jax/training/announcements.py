@@ -59,12 +59,12 @@ def flat(values: dict, prefix: str = "") -> dict:
     return named
 
 
-def say_finished(reporter: Reporter | SilentReporter, workdir: str, step: int, resumed: dict) -> None:
+def say_finished(config: Config, reporter: Reporter | SilentReporter, workdir: str, step: int, resumed: dict) -> None:
     """A run that has nothing left to do."""
     stage = resumed["stage"]
     reporter.say(f"this run is finished: checkpoint {step} holds step {resumed['stage_step']} of its last stage, {stage}; nothing was done")
     say_accuracy(reporter, resumed["heldout"])
-    reporter.say(f"raise stages.{stage}.steps to train on, or export the model: python -m tlt_jax.export --workdir={workdir} --output={workdir}/export")
+    reporter.say(f"raise stages.{stage}.steps to train on, or export the model: {next_commands(config, workdir)[0]}")
     reporter.close()
 
 

@@ -4,6 +4,7 @@ Everything that can be wrong with files is found before a device is touched.
 """
 
 import dataclasses
+import functools
 import json
 import pathlib
 
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 
 from tlt_jax.checkpoints.model_source import ModelSource
 from tlt_jax.checkpoints.pretrained import check_tensors, load_policy, read_source
-from tlt_jax.checkpoints.run_model import SpecialIds, scratch_source
+from tlt_jax.checkpoints.run_model import SpecialIds, find_networks, is_workdir, load_network, read_run_model, scratch_source
 from tlt_jax.decoding.rounds import Ring
 from tlt_jax.models import decoder
 from tlt_jax.models.specs import PolicySpec, RopeSpec
@@ -90,6 +91,35 @@ def open_checkpoint(config: Config) -> Model:
     return Model(spec, source, tokenizer, tuple(sorted({*source.stop_ids, *tokenizer.stop_ids})))
 
 
+def reward_spec(spec: PolicySpec) -> PolicySpec:
+    """A reward model on the trunk of a policy."""
+    return dataclasses.replace(spec, head="reward")
+
+
+def check_reward_model(path: str, policy: PolicySpec) -> PolicySpec:
+    """The spec of the reward model that reward.path names, read from headers alone. Raises ValueError for another kind of model, or another vocabulary."""
+    if is_workdir(path):
+        spec = reward_spec(read_run_model(path)[0])
+        find_networks(path, ("reward_model",))
+    else:
+        spec = check_tensors(path)
+    if spec.head != "reward":
+        raise ValueError(f"reward.path={path} is a {spec.head} model; a reward model (sequence classification with one label) is needed")
+    if spec.vocab_size != policy.vocab_size:
+        raise ValueError(
+            f"reward.path={path} has a vocabulary of {spec.vocab_size} tokens and the policy one of {policy.vocab_size}: it reads the policy's token ids, so "
+            "it has to be trained with the same tokenizer")
+    return spec
+
+
+def load_reward_model(config: Config, mesh: jax.sharding.Mesh) -> tuple[PolicySpec, dict]:
+    """Spec and parameters of the model that reward.path names, on the train mesh."""
+    load = functools.partial(load_network, config.reward.path, "reward_model") if is_workdir(config.reward.path) else functools.partial(
+        load_policy, config.reward.path)
+    loaded = load(dtype=config.precision.params, mesh=mesh)
+    return loaded.spec, loaded.params
+
+
 def run_source(config: Config, model: Model, workdir: str) -> ModelSource:
     """The model's source as the run's workdir keeps it: with the chat template in use, and with a config where there was none."""
     tokenizer = model.tokenizer
@@ -142,7 +172,12 @@ def prompt_settings(config: Config, *, limited: bool = True) -> PromptSettings:
 
 
 def verdict_kind(config: Config) -> str:
-    """What the answers of a file are for: the first of a composite reward's components that compares with them, else the reward itself."""
+    """What the answers of a file are for: the first of a composite reward's components that compares with them, else the reward itself.
+
+    Beside a reward model rows need no answers, as with a user's function.
+    """
+    if config.reward.kind == "model":
+        return "user"
     if config.reward.kind != "composite":
         return config.reward.kind
     kinds = [one.kind for one in parse_components(config.reward.components)]
@@ -178,10 +213,24 @@ def make_tasks(config: Config, tokenizer: Tokenizer) -> tuple[Task, Task | None]
 def make_scorer(config: Config, task: Task) -> Scorer:
     """How responses are scored, as a picklable value for the reward workers. Raises FileNotFoundError for a user's file that is not there."""
     reward = config.reward
+    if reward.kind == "model":
+        return _verdict(config, task)
     if reward.kind != "composite":
         return _scorer(config, task, reward.kind, f"{reward.path}:{reward.function}")
     parts = [Component(one.name, one.weight, _scorer(config, task, one.kind, one.argument)) for one in parse_components(reward.components)]
     return Scorer("composite", components=tuple(parts))
+
+
+def _verdict(config: Config, task: Task) -> Scorer:
+    """What says whether an answer is right where a reward model gives the score; where rows have no answers nothing does."""
+    if config.data.task != "prompts":
+        return _scorer(config, task, "task", "")
+    return Scorer("math") if all(prompt.answer for prompt in task.prompts()) else Scorer("callable", {"function": no_verdict})
+
+
+def no_verdict(item) -> None:
+    """For prompts without an answer to compare with."""
+    return None
 
 
 def _scorer(config: Config, task: Task, kind: str, argument: str) -> Scorer:
@@ -268,6 +317,6 @@ def optimizer_settings(config: Config, lr: float, total: int) -> OptimizerSettin
         b2=optimizer.b2, grad_clip=optimizer.grad_clip)
 
 
-def zero_value_head(spec: PolicySpec) -> dict:
+def zero_value_head(spec: PolicySpec, dtype: str = "float32") -> dict:
     """A value head that starts at 0: first values are 0 and not noise."""
-    return {"kernel": jnp.zeros((spec.hidden_size, 1), jnp.float32)}
+    return {"kernel": jnp.zeros((spec.hidden_size, 1), dtype)}

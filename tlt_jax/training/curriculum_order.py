@@ -15,8 +15,8 @@ def parts_of(config: Config, prompts: Sequence[Prompt]) -> list[int]:
     without = [prompt for prompt in prompts if prompt.difficulty is None]
     if without:
         raise DataError(
-            f"curriculum.advance={config.curriculum.advance}: {len(without)} of {len(prompts)} prompts have no difficulty, the first is {without[0].source}, row "
-            f"{without[0].row}: give every row a number (or easy, medium, hard) in a column difficulty or level, or set curriculum.advance=off")
+            f"curriculum.advance={config.curriculum.advance}: {len(without)} of {len(prompts)} prompts have no difficulty, the first is {without[0].source}, "
+            f"row {without[0].row}: give every row a number (or easy, medium, hard) in a column difficulty or level, or set curriculum.advance=off")
     try:
         return split([prompt.difficulty for prompt in prompts], config.curriculum.stages)
     except ValueError as error:
@@ -66,7 +66,8 @@ class CurriculumOrder:
         difficulties = [prompt.difficulty for prompt in rollouts.prompts]
         # Of this step; the success is that of the stage that the next step draws from, so it starts again at 0 with a stage.
         return shares | {
-            "data/curriculum_stage": stage + 1, "data/curriculum_success": self.curriculum.success, "data/difficulty_mean": sum(difficulties) / len(difficulties)}
+            "data/curriculum_stage": stage + 1, "data/curriculum_success": self.curriculum.success,
+            "data/difficulty_mean": sum(difficulties) / len(difficulties)}
 
     def state(self) -> dict:
         """What `restore` needs."""
@@ -77,8 +78,8 @@ class CurriculumOrder:
         if "curriculum" not in state or len(state["parts"]) != len(self._orders):
             had = f"a curriculum of {len(state['parts'])} parts" if "curriculum" in state else "no curriculum"
             raise DataError(
-                f"the prompt order was saved with {had} and there are {len(self._orders)} parts now: resume with the curriculum settings of that run, or use another "
-                "--workdir")
+                f"the prompt order was saved with {had} and there are {len(self._orders)} parts now: resume with the curriculum settings of that run, or use "
+                "another --workdir")
         self.curriculum.restore(state["curriculum"])
         for order, own in zip(self._orders, state["parts"], strict=True):
             order.restore(own)

@@ -6,7 +6,7 @@ Reads the config, the model's headers and the data, and starts the backend; no a
 
 import dataclasses
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 
@@ -18,11 +18,12 @@ from tlt_jax.scheduling.compile_plan import compile_plan
 from tlt_jax.sharding.meshes import Meshes
 from tlt_jax.sharding.rules import batch_rows_multiple
 from tlt_jax.tasks.prompts import Prompt
-from tlt_jax.training import build, memory_estimate
+from tlt_jax.training import build, memory_estimate, run_checks
 from tlt_jax.training.algorithm_rules import has_critic, needs_old_logprobs, shares_trunk
 from tlt_jax.training.experience import packing_for
+from tlt_jax.training.lessons import describe
 from tlt_jax.training.memory_estimate import MemoryEstimate
-from tlt_jax.training.rollout_phase import check_lengths, longest_prompt
+from tlt_jax.training.rollout_phase import longest_prompt
 from tlt_jax.training.settings import Config, declared_keys, read_key
 from tlt_jax.training.settings_rules import batch_equation
 
@@ -45,12 +46,14 @@ def run(config: Config) -> int:
         model = build.open_model(config, scratch)
         task, held_out = build.make_tasks(config, model.tokenizer)
         prompts = [*task.prompts(), *(held_out.prompts() if held_out is not None else ())]
-    check_lengths(model.spec, prompts, config.rollout.max_new_tokens, lambda prompt: f"{prompt.source}, row {prompt.row}")
+        lessons = run_checks.check_data(config, model, task, held_out)
     meshes = build.make_meshes(config)
     shapes = possible_shapes(config, prompts, len(meshes.slices))
     lengths = [len(prompt.prompt_ids) for prompt in prompts]
     packing = packing_for(lengths, config.rollout.max_new_tokens, config.batch.tokens_per_microbatch, batch_rows_multiple(meshes.train))
-    memory = memory_estimate.estimate(config, model.spec, meshes, row_length=packing.row_length, cache_length=shapes.cache)
+    rows = {stage: one.packing(config, packing.row_multiple).row_length for stage, one in lessons.items()}
+    rows |= {"rl": packing.row_length} if "rl" in config.stages.order else {}
+    memory = memory_estimate.estimate(config, model.spec, meshes, row_length=max(rows.values()), cache_length=shapes.cache)
     limit = memory_estimate.device_limit()
     data = f"{len(task.prompts())} training and {len(held_out.prompts()) if held_out is not None else 0} held-out prompts of {task.name}"
     sections = (
@@ -58,10 +61,11 @@ def run(config: Config) -> int:
         ("devices", device_lines(config, meshes)),
         ("model and data", [
             f"{model.spec.family}, {_count_parameters(model):,} parameters, {model.spec.num_layers} layers, {model.spec.vocab_size} tokens, stop ids "
-            f"{', '.join(map(str, model.stop_ids))}", f"{data}, {min(lengths)} to {max(lengths)} tokens"]),
+            f"{', '.join(map(str, model.stop_ids))}", f"{data}, {min(lengths)} to {max(lengths)} tokens",
+            *(describe(config, stage, one) for stage, one in lessons.items())]),
         ("batch", [batch_equation(config)] if "rl" in config.stages.order else ["no RL stage"]),
         ("memory of one device, in MiB (estimate)", memory_lines(memory, limit)),
-        ("programs (at most)", program_lines(config, shapes, packing.row_length, len(meshes.slices))))
+        ("programs (at most)", program_lines(config, shapes, rows, len(meshes.slices))))
     for title, lines in sections:
         print(f"{title}\n" + "\n".join(f"  {line}" for line in lines))
     if limit is not None and memory.smallest_slice > limit:
@@ -101,8 +105,8 @@ def possible_shapes(config: Config, prompts: Sequence[Prompt], slices: int) -> S
         cache=length_bucket(lengths.total, CACHE_BUCKETS), pieces=lengths.pieces(build.prefill_tokens(config) // PREFILL_ROWS))
 
 
-def program_lines(config: Config, shapes: Shapes, row_length: int, slices: int) -> list[str]:
-    """What can be compiled, of which a run meets a part."""
+def program_lines(config: Config, shapes: Shapes, row_lengths: Mapping[str, int], slices: int) -> list[str]:
+    """What can be compiled, of which a run meets a part; `row_lengths` of each stage."""
     rows, plan = len(shapes.rows), compile_plan(shapes.rows, build.selector_settings(config), config.rollout.max_programs)
     drafted = sum(map(len, plan.values()))
     kinds = {"init": rows, "advance": rows + drafted, "admit of one prompt or of several": 2 * rows, "gather": rows * (rows - 1)}
@@ -110,16 +114,21 @@ def program_lines(config: Config, shapes: Shapes, row_length: int, slices: int) 
         f"row buckets {_listed(shapes.rows)}; cache of {shapes.cache} positions; prompts in {shapes.pieces[0]} pieces of {shapes.pieces[1]} tokens",
         f"one slice: {', '.join(f'{count} {name}' for name, count in kinds.items())} = {sum(kinds.values())}; "
         f"x {slices} slices = {sum(kinds.values()) * slices}"]
-    shapes_of_training = ROW_COUNTS * TARGET_WIDTHS
-    passes = []
-    if "rl" in config.stages.order:
-        passes += ["policy update"] + (["critic update"] if has_critic(config) and not shares_trunk(config) else [])
-        passes += ["log-probs"] if needs_old_logprobs(config) or config.algorithm.beta > 0 else []
-        passes += ["values"] if has_critic(config) else []
-    passes += ["supervised update"] if "sft" in config.stages.order else []
-    lines.append(f"training: rows of {row_length} tokens, at most {ROW_COUNTS} row counts x {TARGET_WIDTHS} target widths for {', '.join(passes)} = "
-                 f"{shapes_of_training * len(passes)}; and one apply for each network, one publication")
+    for stage, row_length in row_lengths.items():
+        passes = _passes(config, stage)
+        lines.append(
+            f"{stage}: rows of {row_length} tokens, at most {ROW_COUNTS} row counts x {TARGET_WIDTHS} target widths for {', '.join(passes)} = "
+            f"{ROW_COUNTS * TARGET_WIDTHS * len(passes)}; and one apply for each network{', one publication' if stage == 'rl' else ''}")
     return lines
+
+
+def _passes(config: Config, stage: str) -> list[str]:
+    if stage != "rl":
+        return ["update"] + (["held-out measure"] if config.stages[stage].held_out else [])
+    passes = ["policy update"] + (["critic update"] if has_critic(config) and not shares_trunk(config) else [])
+    passes += ["log-probs"] if needs_old_logprobs(config) or config.algorithm.beta > 0 else []
+    passes += ["values"] if has_critic(config) else []
+    return passes + (["reward model"] if config.reward.kind == "model" else [])
 
 
 def memory_lines(memory: MemoryEstimate, limit: int | None) -> list[str]:

@@ -64,6 +64,14 @@ def read_lessons(config: Config, tokenizer: Tokenizer, task: Task) -> dict[str, 
     return lessons
 
 
+def describe(config: Config, stage: str, lessons: Lessons) -> str:
+    """A line for the start of a run."""
+    trained, held_out = lessons.split(config, stage)
+    source, steps, batch = config.stages[stage].path or "made by the task", config.stages[stage].steps, config.stages[stage].batch
+    return (
+        f"{stage}: {len(trained)} examples, {len(held_out)} held out ({source}); {steps} updates of {batch} = {steps * batch / len(trained):.1f} epochs")
+
+
 def _texts(make: Callable[[int], Trajectory], count: int, lengths: Sequence[int]) -> Lessons:
     return Lessons(count, make, lengths, lambda examples, packing: pack(examples, packing).batches)
 
@@ -104,7 +112,8 @@ def _pairs(config: Config, tokenizer: Tokenizer, task: Task) -> Lessons:
     path = config.stages.reward_model.path
     if path:
         rows = read_preferences(path, tokenizer, build.prompt_settings(config, limited=False), _columns(config))
-        return Lessons(len(rows), lambda index: (rows[index].better.ids, rows[index].worse.ids), [len(row.better.ids) + len(row.worse.ids) for row in rows], pack_pairs)
+        pairs = [(row.better.ids, row.worse.ids) for row in rows]
+        return Lessons(len(pairs), pairs.__getitem__, [len(better) + len(worse) for better, worse in pairs], pack_pairs)
     prompts = task.prompts()
     for prompt in prompts:
         task.worked_solution(prompt), task.wrong_solution(prompt)

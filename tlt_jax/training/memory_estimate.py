@@ -5,7 +5,8 @@ since the compiler decides what it keeps:
 
     parameters      policy, with its optimizer's state, in precision.params
     gradients       float32 totals of the micro-batches, and one micro-batch's own gradients in precision.params
-    other networks  reference model when algorithm.beta > 0; separate critic with its optimizer's state for ppo
+    other networks  reference model when algorithm.beta > 0; separate critic with its optimizer's state for ppo; with reward.kind=model a reward
+                    model of the policy's size, or the policy while the stage reward_model trains one
     compute copy    the parameters in precision.compute when that differs from precision.params
     activations     N · (L · layer + 2 · D · b) + head, N = tokens_per_microbatch / (data · fsdp), b = bytes of precision.compute
                     layer = b · (4 D + (2 H C + 2 K C + 3 F) / tensor) + 8 · H / tensor · min(T, 1024), where the last term is the float32 scores
@@ -79,7 +80,8 @@ def estimate(config: Config, spec: PolicySpec, meshes: Meshes, *, row_length: in
     state = on_train_mesh(meshes, jax.eval_shape(optimizer.init, params))
     reinforced = "rl" in config.stages.order
     trains_critic = reinforced and has_critic(config) and not shares_trunk(config)
-    others = held * (reinforced and config.algorithm.beta > 0) + (held + state) * trains_critic
+    waits = "reward_model" in config.stages.order or (reinforced and config.reward.kind == "model")
+    others = held * (reinforced and config.algorithm.beta > 0) + held * waits + (held + state) * trains_critic
     totals = on_train_mesh(meshes, decoder.abstract_params(spec, "float32"))
     copy = on_train_mesh(meshes, decoder.abstract_params(spec, compute)) if compute != dtype else 0
     served = build.resolve_dtype(config, "rollout")

@@ -7,14 +7,19 @@ from collections.abc import Sequence
 
 import jax
 
+from tlt_jax.models import decoder
+from tlt_jax.models.specs import PolicySpec
 from tlt_jax.objectives import preference
 from tlt_jax.objectives.policy_update import Pass
 from tlt_jax.rewards.items import Scored
 from tlt_jax.runtime import policy_driver
 from tlt_jax.runtime.programs import score_program
+from tlt_jax.sharding.rules import batch_rows_multiple, param_shardings
 from tlt_jax.strategies import Completion
-from tlt_jax.training.experience import Packing, of_completion, pack, unpack
+from tlt_jax.training import build
+from tlt_jax.training.experience import Packing, of_completion, pack, packing_for, unpack
 from tlt_jax.training.scoring import Rollouts
+from tlt_jax.training.settings import Config
 
 
 class RewardModel:
@@ -46,6 +51,16 @@ def _with_score(scored: Scored, value: float) -> Scored:
     return dataclasses.replace(scored, score=value, verdict=verdict, components=components)
 
 
-def no_verdict(item) -> None:
-    """The pool's function where prompts have no reference answer to compare with."""
-    return None
+def open_model(config: Config, policy: PolicySpec, mesh: jax.sharding.Mesh, own: dict | None, *, longest_prompt: int) -> RewardModel | None:
+    """The one that scores RL, if any: with the `own` parameters of this run, or what reward.path names."""
+    if config.reward.kind != "model":
+        return None
+    spec, params = (build.reward_spec(policy), own) if own is not None else build.load_reward_model(config, mesh)
+    packing = packing_for([longest_prompt], config.rollout.max_new_tokens, config.batch.tokens_per_microbatch, batch_rows_multiple(mesh))
+    return RewardModel(build.training_pass(config, spec), mesh, params, packing)
+
+
+def placed_shapes(policy: PolicySpec, dtype: str, mesh: jax.sharding.Mesh) -> dict:
+    """Shapes, dtypes and places of the parameters of a reward model on the policy's trunk."""
+    tree = decoder.abstract_params(build.reward_spec(policy), dtype)
+    return jax.tree.map(lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), tree, param_shardings(mesh, tree))

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 
 import jax
-import numpy as np
 
 from tlt_jax.objectives import policy_update
 from tlt_jax.objectives.kl_controller import adapted
@@ -24,6 +23,7 @@ from tlt_jax.sharding.rules import replicated
 from tlt_jax.tasks.prompts import Prompt, PromptOrder
 from tlt_jax.training import build, credit, rl_metrics
 from tlt_jax.training.algorithm_rules import has_critic, kl_in_reward, needs_old_logprobs, shares_trunk, updates_per_step
+from tlt_jax.training.curriculum_order import CurriculumOrder
 from tlt_jax.training.draft_training import DraftTraining
 from tlt_jax.training.dynamic_sampling import SURPLUS, GroupSampler, Sampled
 from tlt_jax.training.evaluation import samples_of
@@ -42,7 +42,7 @@ class Trainer:
     reference: dict | None
     score_policy: object
     score_values: object | None
-    order: PromptOrder
+    order: PromptOrder | CurriculumOrder
     sampler: GroupSampler
     beta: float  # weight of the KL to the reference
     draft: DraftTraining | None = None  # None: the drafter, if there is one, learns nothing
@@ -62,7 +62,7 @@ class Trainer:
         self.sampler.restore(state["surplus"], movement.to_host(arrays))
 
 
-def make_trainer(session: Session, params, order: PromptOrder) -> Trainer:
+def make_trainer(session: Session, params, order: PromptOrder | CurriculumOrder) -> Trainer:
     """Learners for the configured algorithm from the policy's parameters, which stay as the reference when beta > 0."""
     config, spec, mesh = session.config, session.model.spec, session.meshes.train
     run, settings = build.training_pass(config, spec), build.loss_settings(config)
@@ -118,6 +118,8 @@ def run_step(session: Session, trainer: Trainer, step: int) -> dict[str, float]:
     faults = rl_metrics.of_pool(processes.exchange(collections.Counter(session.pool.counts) - verdicts))
     metrics = rl_metrics.of_rollout(sampled.drawn, timing) | decoding.metrics | rl_metrics.of_updates(stats) | faults | sampled.metrics
     metrics |= rl_metrics.of_shaping(config, sampled.drawn)
+    if config.curriculum.advance != "off":
+        metrics |= trainer.order.note(sampled.drawn)
     metrics |= _kl(config, trainer, trajectories, metrics) | distilled | rl_metrics.of_loans(decoding.loans, decoding.spans, slices, timing)
     metrics |= hardware_counters.metrics([sample for told in processes.exchange(session.counters.taken()) for sample in told])
     metrics |= {"perf/compiles": compile_counter().count - compiles[0], "perf/compile_seconds": compile_counter().seconds - compiles[1]}

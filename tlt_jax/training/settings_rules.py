@@ -16,6 +16,7 @@ from tlt_jax.rewards.components import parse_components
 from tlt_jax.strategies import parse_strategies
 from tlt_jax.training.algorithm_rules import algorithm_problems
 from tlt_jax.training.settings import SettingsError, declared_keys, found, read_key
+from tlt_jax.training.stage_rules import STAGES, stage_problems
 
 # What people bring from other trainers and is not built here: part of a name -> the feature.
 _NOT_BUILT = {
@@ -29,16 +30,10 @@ _NOT_BUILT = {
     "vision": "vision inputs",
     "async": "asynchronous RL updates",
     "staleness": "asynchronous RL updates",
-    "curriculum": "curricula",
-    "reward_model": "reward-model stages",
-    "pretrain": "pretrain stages",
     "lora": "LoRA adapters",
 }
-_STAGES = ("sft", "rl")
 _NOT_BUILT_WORDS = {
-    "reward.kind": ("model",),
     "speculative.method": ("separable_conv", "cascade"),
-    "stages.order": ("pretrain", "reward_model"),
 }
 
 
@@ -50,7 +45,7 @@ def validate(config: ConfigDict, *, command: str = "train") -> None:
         if command not in ("generate", "export"):
             problems += _data_problems(config, eval_path_is_enough=command == "evaluate", scored=command in ("train", "evaluate"))
         if command == "train":
-            problems += _rollout_problems(config) + algorithm_problems(config) + _batch_problems(config)
+            problems += _rollout_problems(config) + algorithm_problems(config) + _batch_problems(config) + stage_problems(config)
     if problems:
         raise SettingsError(problems)
 
@@ -161,9 +156,9 @@ def _value_problems(config) -> list[str]:
             lowest, highest = key.allowed
             problems.append(f"{name}={value} must be {f'at least {lowest}' if highest == math.inf else f'between {lowest} and {highest}'}")
     stages = config.stages.order
-    problems += [_choice_problem("stages.order", stage, _STAGES) for stage in stages if stage not in _STAGES]
-    if not stages or [stage for stage in _STAGES if stage in stages] != [stage for stage in stages if stage in _STAGES]:
-        problems.append(f"stages.order={','.join(stages)} must name at least one of {', '.join(_STAGES)}, each once and in this order")
+    problems += [_choice_problem("stages.order", stage, STAGES) for stage in stages if stage not in STAGES]
+    if not stages or [stage for stage in STAGES if stage in stages] != [stage for stage in stages if stage in STAGES]:
+        problems.append(f"stages.order={','.join(stages)} must name at least one of {', '.join(STAGES)}, each once and in this order")
     resume = config.checkpoint.resume
     if resume not in ("auto", "never") and not resume.isdecimal():
         problems.append(f"checkpoint.resume={resume} must be auto, never or the number of a step")
@@ -187,10 +182,10 @@ def _data_problems(config, *, eval_path_is_enough: bool, scored: bool) -> list[s
         (not _is_json_object(data.reasoning_gym.kwargs), f"data.reasoning_gym.kwargs={data.reasoning_gym.kwargs} must be a JSON object"),
         (
             scored and data.task == "prompts" and reward.kind == "task",
-            "data.task=prompts has no verdict of its own: set reward.kind to math, exact, user or composite",
+            "data.task=prompts has no verdict of its own: set reward.kind to math, exact, user, model or composite",
         ),
         (reward.kind == "user" and not reward.path, "reward.kind=user needs reward.path, the Python file of the function"),
-        (reward.kind != "user" and bool(reward.path), f"reward.path is not read by reward.kind={reward.kind}: set reward.kind=user"),
+        (reward.kind not in ("user", "model") and bool(reward.path), f"reward.path is not read by reward.kind={reward.kind}: set it to user or model"),
         (reward.timeout_seconds <= 0, f"reward.timeout_seconds={reward.timeout_seconds} must be above 0"),
     )
     problems += _composite_problems(reward, data.task)

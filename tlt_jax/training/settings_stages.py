@@ -25,7 +25,7 @@ def stages() -> dict:
             "held_out": (0.0, "share of the sequences that is only measured on, before the first update and after the last; 0 = none", BELOW_1),
         },
         "reward_model": {
-            "steps": (300, "updates of a reward model, made from the policy of that moment, on pairs of a better and a worse answer"),
+            "steps": (300, "updates of a reward model, made from the policy of that moment, on pairs of a better and a worse answer", FROM_0),
             "path": ("", "JSONL or parquet file with columns chosen and rejected; '' = pairs that the task makes (arithmetic)"),
             "batch": (32, "pairs of one update", FROM_1),
             "lr": (1e-4, "peak learning rate", FROM_0),

@@ -6,6 +6,7 @@ Everything needed to continue is one tree per checkpoint: networks and optimizer
 import dataclasses
 import math
 import pathlib
+import time
 
 import jax
 
@@ -21,19 +22,20 @@ from tlt_jax.runtime.programs import compile_counter
 from tlt_jax.runtime.watchdog import Watchdog
 from tlt_jax.sharding import processes
 from tlt_jax.sharding.rules import batch_rows_multiple, replicated
-from tlt_jax.tasks.prompts import PromptOrder, Task
-from tlt_jax.training import build, rl, sft
+from tlt_jax.tasks.prompts import PromptOrder
+from tlt_jax.training import build, reward_model, rl, run_checks, supervised
+from tlt_jax.training.announcements import StageResult, flat, next_commands, open_reporter, say_finished, say_results, say_start
+from tlt_jax.training.curriculum_order import CurriculumOrder
 from tlt_jax.training.draft_training import DraftTraining
 from tlt_jax.training.dynamic_sampling import SURPLUS
 from tlt_jax.training.evaluation import evaluate
+from tlt_jax.training.lessons import describe
 from tlt_jax.training.preemption import PreemptionSignal
 from tlt_jax.training.profiling import StepProfile
-from tlt_jax.training.reporting import Reporter, ReportSettings, SilentReporter
-from tlt_jax.training.rollout_phase import check_lengths
 from tlt_jax.training.scoring import check_reward
 from tlt_jax.training.session import Session
 from tlt_jax.training.settings import Config
-from tlt_jax.training.settings_rules import batch_equation
+from tlt_jax.training.supervised import Supervised
 
 BEST_METRIC = "reward/heldout_accuracy"
 
@@ -55,8 +57,18 @@ class Run:
     signal: PreemptionSignal
     resumed: dict | None  # host values of the restored checkpoint
     params: dict | None = None  # the policy between two stages
+    reward_params: dict | None = None  # the reward model, once its stage is over
     offset: int = 0  # steps of the stages before the present one: checkpoints of all stages share one numbering
     heldout: list = dataclasses.field(default_factory=list)
+    results: dict[str, StageResult] = dataclasses.field(default_factory=dict)
+    started: float = 0.0  # of the present stage, less what earlier processes worked on it
+
+    def clock(self, stage: str) -> StageResult:
+        """The stage's result with its seconds up to now; the first call in a process starts the clock."""
+        if stage not in self.results or not self.started:
+            self.started = time.monotonic() - self.results.setdefault(stage, StageResult()).seconds
+        self.results[stage].seconds = time.monotonic() - self.started
+        return self.results[stage]
 
     def take_params(self) -> dict:
         """The policy's parameters, which this object then no longer holds: a stage frees them with its first update."""
@@ -66,11 +78,11 @@ class Run:
 
 @dataclasses.dataclass
 class Stage:
-    """What a checkpoint of a stage holds: networks with their optimizers, the prompt order, and other trees (the reference)."""
+    """What a checkpoint of a stage holds: networks with their optimizers, the prompt order, and other trees (the reference, a reward model)."""
 
     name: str
     learners: dict[str, Learner]
-    order: PromptOrder
+    order: PromptOrder | CurriculumOrder
     extra: dict = dataclasses.field(default_factory=dict)
     draft: DraftTraining | None = None  # beside its learner: its counts, and the slices that it serves
     trainer: rl.Trainer | None = None
@@ -93,10 +105,11 @@ def run(config: Config, workdir: str) -> None:
     compile_counter()
     model = build.open_model(config, workdir)
     task, held_out = build.make_tasks(config, model.tokenizer)
-    lines = [_describe(one, name) for one, name in ((task, "training"), (held_out, "held-out")) if one is not None]
-    check_data(config, model, task, held_out)
+    lines = [f"{name} data: {one.name}; {one.describe()}" for one, name in ((task, "training"), (held_out, "held-out")) if one is not None]
+    lessons = run_checks.check_data(config, model, task, held_out)
+    lines += [describe(config, stage, one) for stage, one in lessons.items()]
     meshes = build.make_meshes(config)
-    _check_budget(config, task, batch_rows_multiple(meshes.train))
+    run_checks.check_budget(config, task, lessons, batch_rows_multiple(meshes.train))
     store = RunStateStore(
         pathlib.Path(workdir) / "checkpoints", keep=config.checkpoint.keep, async_save=config.checkpoint.async_save,
         best_metric=BEST_METRIC if held_out is not None else None)
@@ -104,9 +117,9 @@ def run(config: Config, workdir: str) -> None:
     resumed = None if step is None else _check_stages(config, store, store.describe(step))
     if jax.process_index() == 0 and (resumed is None or not is_workdir(workdir)):
         save_run_model(workdir, build.run_source(config, model, workdir))
-    reporter = _reporter(config, workdir, resumed)
+    reporter = open_reporter(config, workdir, resumed)
     if resumed is not None and _is_finished(config, resumed):
-        _say_finished(reporter, workdir, step, resumed)
+        say_finished(config, reporter, workdir, step, resumed)
         store.close()
         return
     several = jax.process_count() > 1
@@ -114,9 +127,9 @@ def run(config: Config, workdir: str) -> None:
     counters = HardwareCounters(hardware_counters.reader())
     with RewardPool(build.pool_settings(config), build.make_scorer(config, task)) as pool, PreemptionSignal() as signal, watchdog, counters:
         drivers = build.make_drivers(config, model.spec, meshes, compile_ahead="rl" in config.stages.order)
-        session = Session(config, workdir, model, task, held_out, meshes, drivers, pool, reporter, watchdog, counters)
+        session = Session(config, workdir, model, task, held_out, meshes, drivers, pool, reporter, watchdog, counters, lessons=lessons)
         try:
-            _say_start(session, lines, step, resumed)
+            say_start(session, lines, step, resumed)
             if config.reward.kind == "user":
                 reporter.say(check_reward(pool, task.prompts()[0]))
             with processes.LeaveAtOnce(Preempted):
@@ -160,26 +173,43 @@ def _run_stages(whole: Run, step: int | None) -> None:
         stages, whole.offset = stages[stages.index(whole.resumed["stage"]) :], step - done
     whole.params = build.make_params(config, session.model, session.meshes)
     for stage in stages:
-        {"sft": _run_sft, "rl": _run_rl}[stage](whole, step)
+        whole.started = 0.0
+        whole.clock(stage)
+        _run_rl(whole, step) if stage == "rl" else _run_supervised(whole, stage, step)
+        whole.clock(stage)
         whole.offset += max(config.stages[stage].steps, done)
         step, done = None, 0
-    _finish(whole)
+    say_results(session.reporter, whole.results, whole.heldout)
+    session.reporter.finish(next_commands(config, session.workdir))
 
 
-def _run_sft(whole: Run, checkpoint: int | None) -> None:
-    session, steps = whole.session, whole.session.config.stages.sft.steps
-    learner = sft.make_learner(session, whole.take_params())
-    stage = Stage("sft", {"policy": learner}, _order(session))
+def _run_supervised(whole: Run, name: str, checkpoint: int | None) -> None:
+    session, steps = whole.session, whole.session.config.stages[name].steps
+    keeps_policy = name == "reward_model"  # it is trained beside the policy, which its checkpoints hold, too
+    one = supervised.open_stage(session, name, whole.params if keeps_policy else whole.take_params())
+    extra = {"policy": whole.params} if keeps_policy else {}
+    stage = Stage(name, {name if keeps_policy else "policy": one.learner}, one.order(session.config), extra)
     done = _restore(whole, checkpoint, stage)
-    session.reporter.start_stage("sft", steps)
-
-    def on_step(number: int, metrics: dict) -> None:
-        session.watchdog.hear(f"supervised step {number}")
+    whole.params = stage.extra.get("policy")
+    session.reporter.start_stage(name, steps)
+    if checkpoint is None and one.held_out:
+        session.reporter.record(0, _measured(whole, one, 0))
+    for number in range(done + 1, steps + 1):
+        session.watchdog.hear(f"{name} step {number}")
+        metrics = one.step(stage.order, session.config.stages[name].batch)
+        metrics |= _measured(whole, one, number) if one.held_out and number == steps else {}
         session.reporter.record(number, metrics)
         _save_if_due(whole, stage, number, metrics)
+    if keeps_policy:
+        whole.reward_params = one.learner.params
+    else:
+        whole.params = one.learner.params
 
-    sft.run(session, learner, stage.order, done + 1, on_step)
-    whole.params = learner.params
+
+def _measured(whole: Run, one: Supervised, number: int) -> dict[str, float]:
+    metrics = one.measured()
+    whole.clock(one.name).measures.append((number, metrics))
+    return metrics
 
 
 def _run_rl(whole: Run, checkpoint: int | None) -> None:
@@ -188,9 +218,12 @@ def _run_rl(whole: Run, checkpoint: int | None) -> None:
     trainer = rl.make_trainer(session, whole.take_params(), _order(session))
     learners = {"policy": trainer.policy, "critic": trainer.critic, "drafter": trainer.draft.learner if trainer.draft else None}
     learners = {name: learner for name, learner in learners.items() if learner is not None}
-    stage = Stage("rl", learners, trainer.order, {} if trainer.reference is None else {"reference": trainer.reference}, trainer.draft, trainer)
+    extra = {"reference": trainer.reference, "reward_model": _own_reward_model(whole)}
+    stage = Stage("rl", learners, trainer.order, {name: tree for name, tree in extra.items() if tree is not None}, trainer.draft, trainer)
     done = _restore(whole, checkpoint, stage)
     trainer.reference = stage.extra.get("reference")
+    session.reward_model = reward_model.open_model(
+        config, session.model.spec, session.meshes.train, stage.extra.get("reward_model"), longest_prompt=session.longest_prompt)
     session.reporter.start_stage("rl", steps)
     if checkpoint is None and session.held_out is not None and config.evaluation.before:
         metrics = evaluate(session, trainer.policy.params, 0)
@@ -211,8 +244,21 @@ def _run_rl(whole: Run, checkpoint: int | None) -> None:
     whole.params = trainer.policy.params
 
 
-def _order(session: Session) -> PromptOrder:
-    return PromptOrder(len(session.task.prompts()), session.config.seed, shuffle=session.config.data.shuffle)
+def _order(session: Session) -> PromptOrder | CurriculumOrder:
+    config, prompts = session.config, session.task.prompts()
+    if config.curriculum.advance == "off":
+        return PromptOrder(len(prompts), config.seed, shuffle=config.data.shuffle)
+    order = CurriculumOrder(config, prompts)
+    session.reporter.say(order.describe())
+    return order
+
+
+def _own_reward_model(whole: Run) -> dict | None:
+    """The parameters of the run's own reward model, or their shapes and places where a checkpoint holds them; None where RL does without one."""
+    config, session = whole.session.config, whole.session
+    if config.reward.kind != "model" or config.reward.path or whole.reward_params is not None:
+        return whole.reward_params if config.reward.kind == "model" else None
+    return reward_model.placed_shapes(session.model.spec, config.precision.params, session.meshes.train)
 
 
 def _restore(whole: Run, checkpoint: int | None, stage: Stage) -> int:
@@ -231,6 +277,9 @@ def _restore(whole: Run, checkpoint: int | None, stage: Stage) -> int:
     stage.extra = {name: arrays[name] for name in stage.extra}
     stage.order.restore(host["order"])
     whole.heldout += [tuple(pair) for pair in host["heldout"]]
+    for name, (seconds, measures) in host.get("results", {}).items():  # a checkpoint of an earlier version has none
+        whole.results[name] = StageResult(seconds, [tuple(measure) for measure in measures])
+    whole.started = 0.0
     whole.session.published = host["policy_version"]
     if known.draft is not None:
         known.draft.restore(host["drafter"], arrays)
@@ -270,11 +319,13 @@ def _save_if_due(whole: Run, stage: Stage, number: int, metrics: dict) -> None:
     every = config.checkpoint.every_steps
     if not (failed or stop or last or (every and number % every == 0)):
         return
+    whole.clock(stage.name)
     host = {
         "stage": stage.name, "stage_step": number, "policy_version": session.policy_version, "order": stage.order.state(),
-        "config": _flat(config.to_dict()), "heldout": [list(pair) for pair in whole.heldout], "selectors": session.selector_states(),
+        "config": flat(config.to_dict()), "heldout": [list(pair) for pair in whole.heldout], "selectors": session.selector_states(),
         "counters": {name: [learner.updates, learner.skipped, learner.skips_in_a_row] for name, learner in stage.learners.items()},
-        "drafter": stage.draft.state() if stage.draft else {}, "trainer": stage.trainer.state() if stage.trainer else {}}
+        "drafter": stage.draft.state() if stage.draft else {}, "trainer": stage.trainer.state() if stage.trainer else {},
+        "results": {name: [result.seconds, [list(measure) for measure in result.measures]] for name, result in whole.results.items()}}
     # NaN ranks last: a step that was not evaluated is never the best one.
     best = None if session.held_out is None else {BEST_METRIC: metrics.get(BEST_METRIC, math.nan)}
     whole.store.save(whole.offset + number, stage.arrays(), host, best)

@@ -62,8 +62,8 @@ def open_stage(session: Session, name: str, params: dict) -> Supervised:
     config, lessons, mesh = session.config, session.lessons[name], session.meshes.train
     spec = session.model.spec
     if name == "reward_model":
-        spec = dataclasses.replace(spec, head="reward")
-        params = {part: params[part] for part in ("embed", "layers", "final_norm")} | {"head": build.zero_value_head(spec)}
+        spec = build.reward_spec(spec)
+        params = {part: params[part] for part in ("embed", "layers", "final_norm")} | {"head": build.zero_value_head(spec, config.precision.params)}
     run = Pass(spec, compute_dtype=build.resolve_dtype(config, "compute"), remat=config.precision.remat)
     if name == "reward_model":
         objective = functools.partial(preference.preference_objective, run, config.stages.reward_model.margin)
