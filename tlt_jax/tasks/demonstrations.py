@@ -54,7 +54,9 @@ class _Reader:
         except (TokenizerError, TypeError) as error:
             raise DataError(f"{row.place}: the row cannot be encoded: {error}") from error
         end = len(mask) - mask[::-1].index(1) if 1 in mask else 0
-        return self._checked(row, ids[:end], mask[:end])
+        # A template that ends no turn with a token: the answer ends as a policy's must.
+        ends = [self.tokenizer.eos_id] if end and self.tokenizer.turn_end_id is None and self.tokenizer.eos_id not in (None, ids[end - 1]) else []
+        return self._checked(row, ids[:end] + ends, mask[:end] + [1] * len(ends))
 
     def _plain(self, row: Row, prompt: str, answer: str | None) -> Demonstration:
         if self.settings.system_prompt:
