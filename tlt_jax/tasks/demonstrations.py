@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from tlt_jax.tasks.columns import Columns, conversation, match_columns, value_of
-from tlt_jax.tasks.prompts import PromptSettings, instructed, thinking_of
+from tlt_jax.tasks.prompts import PromptSettings, instructed, thinking_of, with_input
 from tlt_jax.tasks.text_files import DataError, Row, read_rows
 from tlt_jax.tasks.tokenizer import Tokenizer, TokenizerError
 
@@ -51,10 +51,12 @@ class _Reader:
             messages.insert(0, {"role": "system", "content": self.settings.system_prompt})
         try:
             ids, mask = self.tokenizer.assistant_mask(messages, enable_thinking=thinking_of(row, self.settings))
-        except TokenizerError as error:
-            raise DataError(f"{row.place}: {error}") from error
+        except (TokenizerError, TypeError) as error:
+            raise DataError(f"{row.place}: the row cannot be encoded: {error}") from error
         end = len(mask) - mask[::-1].index(1) if 1 in mask else 0
-        return self._checked(row, ids[:end], mask[:end])
+        # A template that ends no turn with a token: the answer ends as a policy's must.
+        ends = [self.tokenizer.eos_id] if end and self.tokenizer.turn_end_id is None and self.tokenizer.eos_id not in (None, ids[end - 1]) else []
+        return self._checked(row, ids[:end] + ends, mask[:end] + [1] * len(ends))
 
     def _plain(self, row: Row, prompt: str, answer: str | None) -> Demonstration:
         if self.settings.system_prompt:
@@ -62,7 +64,7 @@ class _Reader:
         try:
             asked = self.tokenizer.encode(instructed(prompt, self.settings), add_special_tokens=True)
             said = self.tokenizer.encode(answer or "", add_special_tokens=False)
-        except (TokenizerError, UnicodeEncodeError) as error:
+        except (TokenizerError, UnicodeEncodeError, TypeError) as error:
             raise DataError(f"{row.place}: the row cannot be encoded: {error}") from error
         # A tokenizer that ends every text with its end token must not end the prompt with it.
         asked = asked[:-1] if asked[-1:] == [self.tokenizer.eos_id] else asked
@@ -87,31 +89,37 @@ def read_demonstrations(
 
 
 def _asked_and_said(row: Row, columns: Columns) -> tuple[str | list[dict], str | None]:
-    asked = value_of(row, columns.prompt)
-    if isinstance(asked, list):
-        messages = conversation(asked, row.place)
-        if messages[-1]["role"] == "assistant":
-            return messages, None
-    elif isinstance(asked, str):
-        messages = asked
-    else:
-        raise DataError(f"{row.place}: the prompt in column {columns.prompt} is {type(asked).__name__}; text or a list of messages is expected")
+    asked = _asked(row, columns)
+    if isinstance(asked, list) and asked[-1]["role"] == "assistant":
+        return asked, None
     if columns.completion is None:
         raise DataError(f"{row.place}: neither a completion column nor a conversation that ends with the assistant, so there is nothing to learn")
-    return messages, _answer(row, columns.completion)
+    return _answered(row, asked, columns.completion)
 
 
-def _answer(row: Row, column: str) -> str:
-    """The text of an answer column; of messages, the last one's."""
+def _asked(row: Row, columns: Columns) -> str | list[dict]:
+    asked = value_of(row, columns.prompt)
+    if isinstance(asked, list):
+        return conversation(asked, row.place)
+    if isinstance(asked, str):
+        return with_input(asked, row, columns)
+    raise DataError(f"{row.place}: the prompt in column {columns.prompt} is {type(asked).__name__}; text or a list of messages is expected")
+
+
+def _answered(row: Row, asked: str | list[dict], column: str) -> tuple[str | list[dict], str | None]:
+    """The prompt and an answer column's text, or one conversation where the column holds messages: they follow the prompt when the assistant begins, else
+    they are the whole conversation."""
     said = value_of(row, column)
-    if isinstance(said, list):
-        turns = conversation(said, row.place)
-        if turns[-1]["role"] != "assistant":
-            raise DataError(f"{row.place}: the messages in column {column} do not end with the assistant")
-        return turns[-1]["content"]
-    if not isinstance(said, str):
+    if isinstance(said, str):
+        return asked, said
+    if not isinstance(said, list):
         raise DataError(f"{row.place}: column {column} holds {type(said).__name__}; text or messages are expected")
-    return said
+    turns, question = conversation(said, row.place), [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    if turns[-1]["role"] != "assistant":
+        raise DataError(f"{row.place}: the messages in column {column} do not end with the assistant")
+    if isinstance(asked, str) and turns[-1].keys() == {"role", "content"} and turns[:-1] in ([], question):
+        return asked, turns[-1]["content"]  # no more than a text says, so it needs no chat template
+    return turns if turns[0]["role"] != "assistant" else [*question, *turns], None
 
 
 def read_preferences(path: str, tokenizer: Tokenizer, settings: PromptSettings, overrides: Mapping[str, str | None] | None = None) -> list[Preference]:
@@ -124,11 +132,8 @@ def read_preferences(path: str, tokenizer: Tokenizer, settings: PromptSettings, 
 
 def _preference(row: Row, columns: Columns, reader: _Reader) -> Preference:
     if columns.prompt is not None:
-        asked = value_of(row, columns.prompt)
-        asked = conversation(asked, row.place) if isinstance(asked, list) else asked
-        if not isinstance(asked, str | list):
-            raise DataError(f"{row.place}: the prompt in column {columns.prompt} is {type(asked).__name__}; text or a list of messages is expected")
-        better, worse = (reader.demonstration(row, asked, _answer(row, column)) for column in (columns.chosen, columns.rejected))
+        asked = _asked(row, columns)
+        better, worse = (reader.demonstration(row, *_answered(row, asked, column)) for column in (columns.chosen, columns.rejected))
     else:
         both = [value_of(row, column) for column in (columns.chosen, columns.rejected)]
         if not all(isinstance(one, list) for one in both):

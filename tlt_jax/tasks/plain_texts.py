@@ -14,9 +14,10 @@ TEXT_SUFFIXES = (".txt", ".md")
 def read_pieces(path: str, tokenizer: Tokenizer, length: int, overrides: Mapping[str, str | None] | None = None) -> list[list[int]]:
     """Pieces of 2 to `length` tokens of every text of `path`: a text file, rows with a text column (see `text_files.read_rows`), or a directory of either.
 
-    A text is what the tokenizer makes of it, begin token included where it adds one, and the end-of-text token. Raises DataError with the place.
+    A text is what the tokenizer makes of it, begin token included where it adds one, and the end-of-text token; an empty one gives nothing.
+    Raises DataError with the place.
     """
-    pieces = [piece for place, text in _texts(path, overrides or {}) for piece in cut(_ids(text, place, tokenizer), length)]
+    pieces = [piece for place, text in _texts(path, overrides or {}) if text for piece in cut(_ids(text, place, tokenizer), length)]
     if not pieces:
         raise DataError(f"{path}: no text of at least two tokens")
     return pieces
@@ -30,7 +31,7 @@ def cut(ids: Sequence[int], length: int) -> list[list[int]]:
 def _ids(text: str, place: str, tokenizer: Tokenizer) -> list[int]:
     try:
         ids = tokenizer.encode(text, add_special_tokens=True)
-    except (TokenizerError, UnicodeEncodeError) as error:
+    except (TokenizerError, UnicodeEncodeError, TypeError) as error:
         raise DataError(f"{place}: the text cannot be encoded: {error}") from error
     # Some tokenizers add the end of a text themselves.
     return ids if tokenizer.eos_id is None or ids[-1:] == [tokenizer.eos_id] else [*ids, tokenizer.eos_id]

@@ -163,8 +163,7 @@ def _asked(row: Row, columns: Columns) -> tuple[str | list[dict], str | None]:
         raise DataError(f"{row.place}: no prompt column")
     value = value_of(row, columns.prompt)
     if isinstance(value, str):
-        more = row.columns.get("input") if columns.prompt == "instruction" else None
-        return (f"{value}\n\n{more}" if isinstance(more, str) and more else value), None
+        return with_input(value, row, columns), None
     if not isinstance(value, list):
         raise DataError(f"{row.place}: the prompt in column {columns.prompt} is {type(value).__name__}; text or a list of messages is expected")
     messages = conversation(value, row.place)
@@ -194,6 +193,12 @@ def _rendered(asked: str | list[dict], row: Row, tokenizer: Tokenizer, settings:
         return tokenizer.render_chat(messages, add_generation_prompt=True, enable_thinking=thinking, tools=tools), True
     except TokenizerError as error:
         raise DataError(f"{row.place}: {error}") from error
+
+
+def with_input(question: str, row: Row, columns: Columns) -> str:
+    """The question with the row's `input` column, which stands beside an `instruction` column and belongs to it."""
+    more = row.columns.get("input") if columns.prompt == "instruction" else None
+    return f"{question}\n\n{more}" if isinstance(more, str) and more else question
 
 
 def instructed(question: str, settings: PromptSettings) -> str:

@@ -1,5 +1,6 @@
 """The order of prompts under a curriculum: one order for each part of a difficulty, drawn from as the curriculum says."""
 
+import math
 from collections.abc import Sequence
 
 from tlt_jax.scheduling.curriculum import Curriculum, CurriculumSettings, split
@@ -58,8 +59,8 @@ class CurriculumOrder:
         """What a step drew and how it went as metrics; then the next stage may begin."""
         parts = [self._part_of[prompt.key] for prompt in rollouts.prompts]
         stage, size = self.curriculum.stage, rollouts.generations
-        judged = [
-            score.judged >= 1.0 for row, score in enumerate(rollouts.scores) if score.judged is not None and parts[row // size] == stage]
+        verdicts = [score.judged for row, score in enumerate(rollouts.scores) if score.judged is not None and parts[row // size] == stage]
+        judged = [verdict >= 1.0 for verdict in verdicts if not math.isnan(verdict)]
         shares = {f"data/difficulty_part_{part + 1}": parts.count(part) / len(parts) for part in range(len(self._members))}
         self.curriculum.note(sum(judged) / len(judged) if judged else None)
         difficulties = [prompt.difficulty for prompt in rollouts.prompts]

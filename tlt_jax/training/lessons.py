@@ -86,6 +86,7 @@ def _pretraining(config: Config, tokenizer: Tokenizer, task: Task) -> Lessons:
 
     def whole(index: int) -> Trajectory:
         ids = _ended(tokenizer, prompts[index], task.worked_solution(prompts[index]))
+        _check_room(config, prompts[index], prompts, len(ids))
         return _counted(ids, [0] + [1] * (len(ids) - 1))
 
     return _texts(whole, len(prompts), _bounds(config, prompts))
