@@ -98,14 +98,16 @@ def _answers(config: Config, tokenizer: Tokenizer, task: Task) -> Lessons:
         return _texts(lambda index: _demonstrated(rows[index]), len(rows), [len(row.ids) for row in rows])
     prompts = task.prompts()
     _check_worked(task)
+    bounds = _bounds(config, prompts)
+    room = max(bounds)
 
     def answered(index: int) -> Trajectory:
         prompt = prompts[index]
         ids = _ended(tokenizer, prompt, task.worked_solution(prompt))
-        _check_room(config, prompt, prompts, len(ids))
+        _check_room(prompt, len(ids), room)
         return _counted(ids, [0] * len(prompt.prompt_ids) + [1] * (len(ids) - len(prompt.prompt_ids)))
 
-    return _texts(answered, len(prompts), _bounds(config, prompts))
+    return _texts(answered, len(prompts), bounds)
 
 
 def _pairs(config: Config, tokenizer: Tokenizer, task: Task) -> Lessons:
@@ -117,14 +119,16 @@ def _pairs(config: Config, tokenizer: Tokenizer, task: Task) -> Lessons:
     prompts = task.prompts()
     for prompt in prompts:
         task.worked_solution(prompt), task.wrong_solution(prompt)
+    bounds = _bounds(config, prompts)
+    room = max(bounds)
 
     def pair(index: int) -> Pair:
         prompt = prompts[index]
         both = [_ended(tokenizer, prompt, text) for text in (task.worked_solution(prompt), task.wrong_solution(prompt))]
-        _check_room(config, prompt, prompts, max(map(len, both)))
+        _check_room(prompt, max(map(len, both)), room)
         return both[0], both[1]
 
-    return Lessons(len(prompts), pair, [2 * bound for bound in _bounds(config, prompts)], pack_pairs)
+    return Lessons(len(prompts), pair, [2 * bound for bound in bounds], pack_pairs)
 
 
 def _columns(config: Config) -> dict[str, str]:
@@ -140,8 +144,7 @@ def _bounds(config: Config, prompts: Sequence[Prompt]) -> list[int]:
     return [len(prompt.prompt_ids) + config.rollout.max_new_tokens for prompt in prompts]
 
 
-def _check_room(config: Config, prompt: Prompt, prompts: Sequence[Prompt], length: int) -> None:
-    room = max(_bounds(config, prompts))
+def _check_room(prompt: Prompt, length: int, room: int) -> None:
     if length > room:
         raise DataError(
             f"{prompt.source}, row {prompt.row}: prompt and worked answer have {length} tokens, more than the {room} of the longest prompt with "

@@ -2,7 +2,8 @@
 
 A declaration is `name: (default, meaning)` or `name: (default, meaning, allowed)`. The type of the default is the type of the key; `allowed` is the choices
 of a text or the (lowest, highest) value of a number. "" and 0 stand for "not set" where the meaning says so.
-The groups stages, curriculum and evaluation are in settings_stages.py, cross-field rules in settings_rules.py and the command line in command_line.py; nothing here reads a file or knows a device.
+The groups stages, curriculum and evaluation are in settings_stages.py, cross-field rules in settings_rules.py and the command line in
+command_line.py; nothing here reads a file or knows a device.
 """
 
 import dataclasses
