@@ -16,6 +16,11 @@ def train(characters):
     return ArithmeticTask(characters, 600, seed=1)
 
 
+@pytest.fixture(scope="module")
+def long_chains(characters):
+    return ArithmeticTask(characters, 200, seed=2, settings=ArithmeticSettings(max_steps=30, tail_exponent=0.0, multiply_share=0.5))
+
+
 def test_a_worked_solution_goes_from_the_left_line_by_line():
     assert solve("12+7-3+5=?") == "12+7=19\n19-3=16\n16+5=21\n#### 21"
 
@@ -47,6 +52,47 @@ def test_the_task_solves_itself_and_only_the_exact_last_line_scores(train):
         assert train.scorer(prompt.text, right, prompt.answer, prompt.columns) == 1.0
         for wrong in (right + "0", right + " ", right.replace("####", "###"), f"#### {int(prompt.answer) + 1}", "", right + "\nso"):
             assert score(prompt.text, wrong, prompt.answer, {}) == 0.0
+
+
+def test_a_wrong_solution_is_always_judged_wrong_and_ends_in_a_number_or_nowhere(train, long_chains):
+    for task in (train, long_chains):
+        for prompt in task.prompts():
+            wrong = task.wrong_solution(prompt)
+            assert wrong and score(prompt.text, wrong, prompt.answer, {}) == 0.0
+            assert set(wrong) <= set(ALPHABET) and "" not in wrong.split("\n")
+            last = wrong.rsplit("\n", 1)[-1]
+            assert not last.startswith("#### ") or int(last.removeprefix("#### ")) != int(prompt.answer)
+
+
+def test_a_wrong_solution_is_the_same_for_a_prompt_every_time_and_others_have_their_own(characters, train):
+    again = ArithmeticTask(characters, 600, seed=1)
+    assert [again.wrong_solution(prompt) for prompt in reversed(again.prompts())] == [train.wrong_solution(prompt) for prompt in reversed(train.prompts())]
+    ((question, count),) = collections.Counter(prompt.columns["question"] for prompt in train.prompts()).most_common(1)
+    wrong = {train.wrong_solution(prompt) for prompt in train.prompts() if prompt.columns["question"] == question}
+    assert count > 3 and len(wrong) > 1
+
+
+def test_wrong_solutions_are_wrong_in_every_way_that_policies_are(train):
+    kinds = collections.Counter(kind_of_mistake(train, prompt) for prompt in train.prompts() if prompt.difficulty > 2)
+    assert set(kinds) == {"a step", "the last line", "no last line", "only a number"}
+    assert min(kinds.values()) >= 0.03 * sum(kinds.values())
+
+
+def kind_of_mistake(task, prompt):
+    """What is wrong, by comparison with the worked solution; after a wrong step all the others must follow from it."""
+    wrong, right = task.wrong_solution(prompt).split("\n"), prompt.columns["solution"].split("\n")
+    if len(wrong) == 1 and wrong[0].startswith("####"):
+        return "only a number"
+    if wrong == right[: len(wrong)]:
+        return "no last line"
+    if wrong[:-1] == right[:-1]:
+        return "the last line"
+    steps = [line.split("=") for line in wrong[:-1]]
+    results = [int(result) for _, result in steps]
+    signed = [result - eval(left) for (left, _), result in zip(steps, results, strict=True)]
+    assert len(wrong) == len(right) and sum(slip != 0 for slip in signed) == 1 and wrong[-1] == f"#### {results[-1]}"
+    assert all(left.startswith(str(before)) for (left, _), before in zip(steps[1:], results, strict=False))
+    return "a step"
 
 
 def test_the_scorer_travels_to_other_processes(train):

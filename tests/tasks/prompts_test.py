@@ -241,8 +241,18 @@ def test_a_file_task_reads_once_and_describes_itself(chat, tmp_path):
     assert "prompt <- prompt" in task.describe() and "1 of 1 rows" in task.describe()
 
 
+def test_a_file_makes_no_wrong_answers_and_says_where_pairs_come_from(chat, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"question": "q", "answer": "1"}))
+    task = FileTask(str(path), chat, PromptSettings())
+    with pytest.raises(DataError, match=r"prompts: .*no wrong answers.*stages\.reward_model\.path"):
+        task.wrong_solution(task.prompts()[0])
+
+
 def test_the_host_side_of_data_imports_no_jax():
-    names = ("arithmetic", "character_tokenizer", "columns", "file_task", "gsm8k", "prompts", "reasoning_gym_tasks", "text_files", "tokenizer")
+    names = (
+        "arithmetic", "character_tokenizer", "columns", "demonstrations", "file_task", "gsm8k", "plain_texts", "prompts", "reasoning_gym_tasks", "text_files",
+        "tokenizer")
     code = "import sys\n" + "\n".join(f"import tlt_jax.tasks.{name}" for name in names) + "\nassert 'jax' not in sys.modules and 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 

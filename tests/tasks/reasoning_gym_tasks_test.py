@@ -74,3 +74,8 @@ def test_arguments_reach_the_data_set_and_wrong_ones_are_named(byte_tokenizer):
 def test_an_unknown_name_is_an_error_with_the_nearest(byte_tokenizer):
     with pytest.raises(DataError, match="nearest: chain_sum"):
         ReasoningGymTask("chain_sums", byte_tokenizer()).prompts()
+
+
+def test_it_makes_no_wrong_answers_and_says_where_pairs_come_from(sums):
+    with pytest.raises(DataError, match=r"reasoning_gym/chain_sum: .*no wrong answers.*stages\.reward_model\.path"):
+        sums.wrong_solution(sums.prompts()[0])

@@ -1,5 +1,6 @@
 """Tokenizers and chat templates: exact text, one begin token, masks that hold what the assistant says and nothing else."""
 
+import dataclasses
 import json
 
 import pytest
@@ -66,6 +67,27 @@ def test_stop_ids_hold_the_end_of_text_and_the_end_of_a_turn(byte_tokenizer, tem
     chat = byte_tokenizer(templates["chatml"])
     assert set(chat.stop_ids) == {eos, *chat.encode("<|im_end|>", add_special_tokens=False)}
     assert byte_tokenizer(templates["mistral"]).stop_ids == (eos,)
+
+
+def test_an_answer_ends_with_the_end_of_a_turn_and_without_one_with_the_end_of_the_text(byte_tokenizer, templates):
+    for name, turn_end in ((None, None), ("chatml", "<|im_end|>"), ("thinking", "<|im_end|>"), ("marked", "<|im_end|>"), ("mistral", "<|endoftext|>")):
+        tokenizer = byte_tokenizer(templates[name] if name else None)
+        ends = tokenizer.encode(turn_end, add_special_tokens=False) if turn_end else [None]
+        assert [tokenizer.turn_end_id] == ends
+        assert tokenizer.answer_end_id == (tokenizer.eos_id if turn_end is None else ends[0]) and tokenizer.answer_end_id in tokenizer.stop_ids
+
+
+def test_a_template_that_ends_turns_with_words_has_no_end_of_a_turn(byte_tokenizer):
+    for template in ("{% for message in messages %}{{ message.content + ' END ' }}{% endfor %}", "{{ raise_exception('no') }}"):
+        tokenizer = byte_tokenizer(template)
+        assert tokenizer.turn_end_id is None and tokenizer.answer_end_id == tokenizer.eos_id
+
+
+def test_a_tokenizer_without_any_end_says_that_answers_have_none(byte_tokenizer):
+    endless = dataclasses.replace(byte_tokenizer(), eos_id=None)
+    with pytest.raises(TokenizerError, match="neither an end-of-text token nor a chat template"):
+        _ = endless.answer_end_id
+    assert dataclasses.replace(endless, turn_end_id=7).answer_end_id == 7
 
 
 def test_a_base_model_with_conversations_names_the_option(byte_tokenizer):

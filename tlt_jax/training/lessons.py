@@ -83,13 +83,15 @@ def _pretraining(config: Config, tokenizer: Tokenizer, task: Task) -> Lessons:
         return _texts(lambda index: _counted(pieces[index], [0] + [1] * (len(pieces[index]) - 1)), len(pieces), [len(piece) for piece in pieces])
     prompts = task.prompts()
     _check_worked(task)
+    bounds = _bounds(config, prompts)
+    room = max(bounds)
 
     def whole(index: int) -> Trajectory:
         ids = _ended(tokenizer, prompts[index], task.worked_solution(prompts[index]))
-        _check_room(config, prompts[index], prompts, len(ids))
+        _check_room(prompts[index], len(ids), room)
         return _counted(ids, [0] + [1] * (len(ids) - 1))
 
-    return _texts(whole, len(prompts), _bounds(config, prompts))
+    return _texts(whole, len(prompts), bounds)
 
 
 def _answers(config: Config, tokenizer: Tokenizer, task: Task) -> Lessons:
