@@ -12,6 +12,7 @@ from tlt_jax.tasks.columns import match_columns
 from tlt_jax.tasks.demonstrations import read_demonstrations, read_preferences
 from tlt_jax.tasks.prompts import PromptSettings, render_prompts
 from tlt_jax.tasks.text_files import DataError, read_rows
+from tlt_jax.tasks.tokenizer import load_tokenizer
 
 ONE = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 TWO = [*ONE, {"role": "user", "content": "r"}, {"role": "assistant", "content": "b"}]
@@ -121,6 +122,19 @@ def test_without_a_template_an_answer_follows_its_prompt_and_ends_the_text(byte_
         prompt = tokenizer.encode("1+1=", add_special_tokens=True)
         assert list(one.ids) == [*prompt, *tokenizer.encode("2", add_special_tokens=False), tokenizer.eos_id]
         assert one.mask == (0,) * len(prompt) + (1, 1)
+
+
+def test_a_tokenizer_that_ends_every_text_does_not_end_the_prompt(write_tokenizer, read, tmp_path):
+    directory = write_tokenizer(tmp_path / "ending")
+    content = json.loads((tmp_path / "ending" / "tokenizer.json").read_text())
+    end = {"id": "<|endoftext|>", "ids": [load_tokenizer(directory).eos_id], "tokens": ["<|endoftext|>"]}
+    single = [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": end["id"], "type_id": 0}}]
+    content["post_processor"] = {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": {end["id"]: end}}
+    (tmp_path / "ending" / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer.encode("q", add_special_tokens=True)[-1] == tokenizer.eos_id
+    (one,) = read(tokenizer, {"prompt": "q", "completion": "a"})
+    assert printed(tokenizer, one) == "qa<|endoftext|>" and said(tokenizer, one) == "a<|endoftext|>"
 
 
 @pytest.mark.parametrize("name", [None, "chatml", "mistral"])

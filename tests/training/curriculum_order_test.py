@@ -139,9 +139,9 @@ def test_only_answers_to_prompts_of_the_present_stage_count():
         step(order, prompts)
     assert order.curriculum.stage == 1
     easy, own = prompts[-1], prompts[9]
-    metrics = order.note(rolled_out([easy, own], [1.0, 1.0, 1.0, 0.0]))
-    assert metrics["data/curriculum_success"] == 0.5
-    assert order.note(rolled_out([easy, easy], [0.0, 0.0]))["data/curriculum_success"] == 0.5
+    metrics = order.note(rolled_out([easy, own], [0.0, 0.0, 1.0, 1.0]))
+    assert metrics["data/curriculum_success"] == 1.0
+    assert order.note(rolled_out([easy, easy], [0.0, 0.0]))["data/curriculum_success"] == 1.0
 
 
 def test_an_answer_without_a_verdict_is_neither_right_nor_wrong():

@@ -15,7 +15,9 @@ from tlt_jax.tasks.prompts import PromptSettings
 from tlt_jax.tasks.text_files import DataError
 from tlt_jax.training.lessons import Lessons, read_lessons
 
-CHATML = "{% for message in messages %}{{ message.role + ':' + message.content + '<eos>' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+CHAT = (
+    "{% for message in messages %}{{ message.role + ':' + message.content + '<eos>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}")
 STAGES = ("pretrain", "sft", "reward_model")
 
 
@@ -27,7 +29,7 @@ def characters(tmp_path_factory):
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory):
     letters = "".join(map(chr, range(10, 127)))
-    return character_tokenizer(letters, str(tmp_path_factory.mktemp("chat")), chat_template=CHATML)
+    return character_tokenizer(letters, str(tmp_path_factory.mktemp("chat")), chat_template=CHAT)
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +164,7 @@ def test_a_micro_batch_that_holds_no_example_for_each_device_says_how_much_it_ne
     config, lessons = lessons_of(stage, characters, task, new_tokens=70 - prompts)
     config.batch.tokens_per_microbatch = 4 * example
     assert lessons.packing(config, 4).row_length == example
-    with pytest.raises(ValueError, match=rf"tokens_per_microbatch={4 * example} cannot hold an example of {example} tokens .* 5 devices.*at least {5 * example}"):
+    with pytest.raises(ValueError, match=rf"microbatch={4 * example} cannot hold an example of {example} tokens .* 5 devices.*at least {5 * example}"):
         lessons.packing(config, 5)
 
 
@@ -186,7 +188,8 @@ def test_a_task_without_worked_or_wrong_answers_is_told_before_any_update(chat, 
         lessons_of("reward_model", chat, worked)
 
 
-@pytest.mark.parametrize(("stage", "record"), [("pretrain", {"text": 5}), ("sft", {"prompt": "q"}), ("reward_model", {"prompt": "q", "chosen": "a", "rejected": "a"})])
+@pytest.mark.parametrize(
+    ("stage", "record"), [("pretrain", {"text": 5}), ("sft", {"prompt": "q"}), ("reward_model", {"prompt": "q", "chosen": "a", "rejected": "a"})])
 def test_a_row_of_a_file_that_cannot_be_used_is_named_before_any_update(chat, tmp_path, stage, record):
     with pytest.raises(DataError, match=r"rows\.jsonl:1: "):
         of_rows(tmp_path, stage, chat, [record])
