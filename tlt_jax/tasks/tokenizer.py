@@ -67,7 +67,7 @@ class Tokenizer:
         """Token ids of `text`. `add_special_tokens` adds what the tokenizer adds to a plain text (often the begin token, never twice)."""
         begin = self.backend.bos_token
         if add_special_tokens and begin and text.startswith(begin):
-            text = text[len(begin) :] if self._adds_begin() else text
+            text = text[len(begin) :] if _adds_begin(self) else text
         ids = self.backend.encode(text, add_special_tokens=add_special_tokens)
         if self.embedding_rows is not None:
             check_ids(ids, self.embedding_rows)
@@ -75,9 +75,6 @@ class Tokenizer:
             unknown = sorted(set(text) - set(self.backend.get_vocab()))
             raise TokenizerError(f"the character tokenizer has no token for {unknown}: add them to its alphabet (model.scratch.alphabet)")
         return ids
-
-    def _adds_begin(self) -> bool:
-        return self.bos_id is not None and self.backend.encode("", add_special_tokens=True)[:1] == [self.bos_id]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The exact text of `ids` (no clean-up of spaces)."""
@@ -208,6 +205,10 @@ def _template_text(template: str) -> str:
     if not file.exists():
         raise TokenizerError(f"model.chat_template={template}: no such file")
     return file.read_text()
+
+
+def _adds_begin(tokenizer: Tokenizer) -> bool:
+    return tokenizer.bos_id is not None and tokenizer.backend.encode("", add_special_tokens=True)[:1] == [tokenizer.bos_id]
 
 
 def _end_of_turn(tokenizer: Tokenizer) -> str:
