@@ -23,7 +23,7 @@ from tlt_jax.drafters.drafter import Drafter
 from tlt_jax.drafters.feature_drafter import FeatureDrafter
 from tlt_jax.models import decoder
 from tlt_jax.models.specs import PolicySpec
-from tlt_jax.objectives import continuation_scores, policy_update
+from tlt_jax.objectives import policy_update
 from tlt_jax.sharding import movement, rules
 from tlt_jax.strategies import OFF, Strategy
 
@@ -218,14 +218,8 @@ def prompt_features_program(mesh: Mesh, positions: int):
 
 
 def score_program(mesh: Mesh, score):
-    """A jitted scoring pass (params, batch) → [B, T]."""
+    """A jitted scoring pass (params, batch) → [B, T], or several arrays with the rows of the batch first."""
     return jax.jit(score, out_shardings=rules.batch_shardings(mesh, jax.ShapeDtypeStruct((rules.batch_rows_multiple(mesh), 1), jnp.float32)))
-
-
-def continuation_program(mesh: Mesh, spec: PolicySpec):
-    """The jitted scoring of continuations (params, batch) → (log-probabilities [B, M], greedy choice or not [B, M])."""
-    rows = rules.batch_shardings(mesh, jax.ShapeDtypeStruct((rules.batch_rows_multiple(mesh), 1), jnp.float32))
-    return jax.jit(functools.partial(continuation_scores.score_continuations, spec), out_shardings=(rows, rows))
 
 
 def score_features_program(mesh: Mesh, score):

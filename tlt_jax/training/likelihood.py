@@ -4,6 +4,7 @@ Texts are token ids already; how a text is cut into context and continuation is 
 """
 
 import collections
+import functools
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -12,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from tlt_jax.checkpoints.pretrained import load_policy
-from tlt_jax.objectives.continuation_scores import ContinuationBatch
+from tlt_jax.objectives.continuation_scores import ContinuationBatch, score_continuations
 from tlt_jax.runtime.policy_driver import place_batch
-from tlt_jax.runtime.programs import continuation_program
+from tlt_jax.runtime.programs import score_program
 from tlt_jax.scheduling.batching import power_bucket
 from tlt_jax.sharding import movement, rules
 from tlt_jax.sharding.meshes import Meshes
@@ -96,7 +97,7 @@ class Likelihood:
 
     def __init__(self, config: Config, model: build.Model, meshes: Meshes, limit: int):
         self.limit, self.tokens, self.mesh = limit, config.batch.tokens_per_microbatch, meshes.train
-        self._program = continuation_program(meshes.train, model.spec)
+        self._program = score_program(meshes.train, functools.partial(score_continuations, model.spec))
         self._params = load_policy(config.model.path, dtype=build.resolve_dtype(config, "rollout"), mesh=meshes.train).params
 
     def score(self, spans: Sequence[Span], name: str = "loglikelihood") -> list[Score]:

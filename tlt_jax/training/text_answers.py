@@ -14,8 +14,8 @@ from tlt_jax.tasks.continuations import Generation, cut_at_stops, start_id, text
 from tlt_jax.tasks.prompts import Prompt
 from tlt_jax.tasks.tokenizer import Tokenizer
 from tlt_jax.training import build
-from tlt_jax.training.generation import GENERATE_STEP, Display, slice_weights
-from tlt_jax.training.rollout_phase import Engine, Phase, Weights, longest_prompt
+from tlt_jax.training.generation import GENERATE_STEP, Display, open_engine
+from tlt_jax.training.rollout_phase import Phase, longest_prompt
 from tlt_jax.training.settings import Config
 from tlt_jax.training.settings_rules import copy_with
 
@@ -61,9 +61,8 @@ def answers(config: Config, model: build.Model, asked: Sequence[Asked], limit: i
     """One answer a text, in their order; texts with the same settings share batches."""
     plain = copy_with(config, {"speculative.method": "off", "drafter.path": ""})
     prompts = [Prompt(number, "harness", number, one.text, prompt_ids(model.tokenizer, one, limit), "") for number, one in enumerate(asked)]
-    meshes = build.make_meshes(plain)
-    engine = Engine(plain, model, build.make_drivers(plain, model.spec, meshes), longest_prompt(prompts))
-    weights, texts = Weights(slice_weights(plain, meshes), 0), [""] * len(asked)
+    engine, weights = open_engine(plain, model, prompts)
+    texts = [""] * len(asked)
     groups = collections.defaultdict(list)
     for prompt, one in zip(prompts, asked, strict=True):
         groups[one.how._replace(stops=())].append(prompt)
